@@ -1,0 +1,46 @@
+"""What can go wrong for a user, and the exit code each kind ends with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake, with where it stands and what to do about it.
+
+    `where` is a place the user can open (`recipes/x.yaml:12`, `data.jsonl:3`, an environment variable), `key` the
+    dotted recipe key (`training.learning_rate`) if there is one.
+    """
+
+    message: str
+    fix: str = ""
+    where: str = ""
+    key: str = ""
+
+    def render(self) -> str:
+        """Return `where: key: message. fix` on one line, leaving out what is unknown."""
+        text = ": ".join(part for part in (self.where, self.key, self.message) if part)
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class Refused(ValueError):
+    """The recipe, the data or the launch is refused before any weights load; nothing was written.
+
+    Carries every problem found, not only the first. Ends the process with exit code 2 and no traceback.
+    """
+
+    def __init__(self, problems: Sequence[Problem] | Problem) -> None:
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        assert self.problems, "a refusal names at least one problem"
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """Return the whole report: a count when there are several problems, then one line for each."""
+        lines = [problem.render() for problem in self.problems]
+        if len(lines) == 1:
+            return f"refused: {lines[0]}"
+        return "\n".join([f"refused: {len(lines)} problems", *(f"  {line}" for line in lines)])

@@ -1,0 +1,1 @@
+"""The recipe: what its author wrote, read strictly."""
