@@ -45,13 +45,14 @@ class DataSection(Section):
     max_bad_fraction: float = Field(0.001, ge=0, le=1, description="More unusable rows than this refuses the run.")
 
 
-@dataclass(frozen=True)
-class BatchSection:
-    """Our own keys of `training:`; what belongs to TrainingArguments is in `Recipe.arguments`."""
+class BatchSection(Section):
+    """tunebook's own keys of `training:`; those of TrainingArguments are in `Recipe.arguments`."""
 
-    global_batch_size: int | None = None
-    learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    learning_rate_base_processes: int = 1
+    global_batch_size: int | None = Field(None, ge=1, description="Rows of one optimizer step over all processes.")
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="How the rate grows with the number of processes when the batch does."
+    )
+    learning_rate_base_processes: int = Field(1, ge=1, description="The number of processes the rate was chosen for.")
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ class Recipe:
     """An accepted recipe. Everything in it has been checked, as far as that goes without importing torch.
 
     `arguments`, `quantization` and `lora` hold what the author wrote for TrainingArguments, BitsAndBytesConfig and
-    LoraConfig, by their own names; `quantization` or `lora` is None where the section is absent. `overridden` names the
-    dotted keys that came from the command line. `notes` are things the author should know, one line each.
+    LoraConfig, by their own names; `quantization` or `lora` is None where the section is absent. `resolved` is the
+    whole recipe as nested plain values, which read again give the same recipe. `overridden` names the dotted keys that
+    came from the command line. `notes` are things the author should know, one line each.
     """
 
     path: str
@@ -71,12 +73,13 @@ class Recipe:
     arguments: Mapping[str, Any]
     quantization: Mapping[str, Any] | None
     lora: Mapping[str, Any] | None
+    resolved: Mapping[str, Any]
     overridden: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     @property
     def seed(self) -> int:
-        """The seed of adapter weights, dropout and row order; 42 where the recipe gives none, as in TrainingArguments."""
+        """The seed of adapter weights, dropout and row order; 42 by default, as in TrainingArguments."""
         return int(self.arguments.get("seed", 42))
 
     @property

@@ -1,0 +1,36 @@
+# Every target installs what it needs into .venv; nothing outside this folder is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install quickstart test check format clean
+
+install: .venv/installed
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tunebook needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch .venv/installed
+
+# Two processes, DDP over gloo, on any machine: GPUs are hidden so that the figures are the same everywhere.
+quickstart: install
+	CUDA_VISIBLE_DEVICES= $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml --num_processes 2 \
+		finetune.py recipes/tiny_qlora.yaml --fresh
+
+test: install
+	$(BIN)/python -m pytest -q
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow"
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

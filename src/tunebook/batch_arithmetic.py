@@ -1,0 +1,98 @@
+"""Rows per optimizer step: declared once, derived exactly for any number of processes, or refused."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tunebook.errors import Problem
+from tunebook.recipe.schema import Recipe
+from tunebook.recipe.upstream import training_keys
+
+# The largest micro-batch chosen when a recipe gives only the global batch: TrainingArguments' own default.
+LARGEST_CHOSEN_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Global batch = processes x micro-batch x accumulation, and where each factor came from."""
+
+    whole: int
+    micro: int
+    accumulation: int
+    origins: Mapping[str, str]
+
+
+def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) -> Batches | None:
+    """Return the batch arithmetic of a recipe on `num_processes`, or None after adding the reason to `problems`.
+
+    With `global_batch_size` accumulation is derived and the batch is the same in every world; without it the batch is
+    micro-batch x accumulation x processes, as TrainingArguments has it.
+    """
+    whole = recipe.batch.global_batch_size
+    micro = recipe.arguments.get("per_device_train_batch_size")
+    if whole is None:
+        micro_origin = _said(recipe, "per_device_train_batch_size")
+        micro = micro or training_keys()["per_device_train_batch_size"].default
+        accumulation = recipe.arguments.get("gradient_accumulation_steps", 1)
+        origins = {
+            "global_batch_size": f"{num_processes} processes x {micro} rows x {accumulation} micro-steps",
+            "per_device_train_batch_size": micro_origin,
+            "gradient_accumulation_steps": _said(recipe, "gradient_accumulation_steps"),
+        }
+        return Batches(num_processes * micro * accumulation, micro, accumulation, origins)
+    chosen = micro is None
+    if micro is None:
+        share = whole // num_processes if whole % num_processes == 0 else 1
+        micro = max(size for size in range(1, LARGEST_CHOSEN_MICRO_BATCH + 1) if share % size == 0)
+    if whole % (num_processes * micro):
+        problems.append(_indivisible(recipe, whole, micro, num_processes))
+        return None
+    accumulation = whole // (num_processes * micro)
+    origins = {
+        "global_batch_size": _said(recipe, "global_batch_size"),
+        "per_device_train_batch_size": "chosen: it divides the batch"
+        if chosen
+        else _said(recipe, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": f"{whole} / ({num_processes} processes x {micro} rows)",
+    }
+    return Batches(whole, micro, accumulation, origins)
+
+
+def _indivisible(recipe: Recipe, whole: int, micro: int, num_processes: int) -> Problem:
+    step = num_processes * micro
+    fitting = [size for size in range(1, whole // num_processes + 1) if whole % (size * num_processes) == 0]
+    near = min(fitting, key=lambda size: abs(size - micro)) if fitting else None
+    wholes = sorted({max(whole // step, 1) * step, (whole // step + 1) * step})
+    fixes = [f"per_device_train_batch_size={near}"] if near else []
+    fixes += [f"global_batch_size={size}" for size in wholes]
+    worlds = [count for count in range(1, whole // micro + 1) if whole % (count * micro) == 0]
+    fixes += [f"{' or '.join(map(str, _nearest(worlds, num_processes)))} processes"] if worlds else []
+    message = f"{whole} rows are not a whole number of micro-steps of {num_processes} processes x {micro} rows = {step}"
+    return Problem(message, f"Use {', or '.join(fixes)}", recipe.path, "training.global_batch_size")
+
+
+def _nearest(counts: list[int], wanted: int) -> list[int]:
+    return sorted(sorted(counts, key=lambda count: abs(count - wanted))[:2])
+
+
+def scale_learning_rate(recipe: Recipe, rate: float, num_processes: int) -> tuple[float, str]:
+    """Return the learning rate for `num_processes` and the arithmetic, "" where nothing scales.
+
+    linear: rate x N / N_base (Goyal et al. 2017, for large-batch SGD); sqrt: rate x sqrt(N / N_base), which suits
+    Adam better (Malladi et al. 2022). Only a batch that grows with the world scales.
+    """
+    kind, base = recipe.batch.learning_rate_scaling, recipe.batch.learning_rate_base_processes
+    if kind == "none":
+        return rate, ""
+    ratio = num_processes / base
+    scaled = rate * (ratio if kind == "linear" else math.sqrt(ratio))
+    factor = f"{num_processes} / {base} processes"
+    return scaled, f"{rate:g} x {factor if kind == 'linear' else f'sqrt({factor})'}"
+
+
+def _said(recipe: Recipe, name: str) -> str:
+    key = f"training.{name}"
+    if key in recipe.overridden:
+        return "command line"
+    given = name in recipe.arguments or name in recipe.batch.model_fields_set
+    return "recipe" if given else "default of TrainingArguments"

@@ -1,0 +1,270 @@
+"""Keys that are each right and cannot stand together, or that this installation cannot serve."""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from tunebook.errors import Problem
+from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES
+from tunebook.recipe.source import Source
+
+Report = Callable[[str, str, str], None]
+
+PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
+STEP_KEYS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy", "logging_steps": "logging_strategy"}
+
+
+class Undecided(Exception):
+    """A check needs a key whose own value is already reported as wrong."""
+
+
+class Sections:
+    """The sections as they were read; asking for a key that is reported as wrong ends the check that asks."""
+
+    def __init__(self, sections: Mapping[str, dict[str, Any] | None], undecided: set[str]) -> None:
+        self.sections, self.undecided = sections, undecided
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at a dotted key, or the default where it isn't written."""
+        section, _, name = key.partition(".")
+        if {section, key} & self.undecided:
+            raise Undecided(key)
+        return (self.sections.get(section) or {}).get(name, default)
+
+    def has(self, section: str) -> bool:
+        """Return whether a section stands in the recipe."""
+        if section in self.undecided:
+            raise Undecided(section)
+        return self.sections.get(section) is not None
+
+    def written(self, section: str) -> list[str]:
+        """Return the names of the keys in a section."""
+        return list(self.sections.get(section) or {}) if self.has(section) else []
+
+
+def find_contradictions(sections: Mapping[str, dict[str, Any] | None], source: Source) -> list[Problem]:
+    """Return every contradiction between the keys of the sections, each at the line of the key that should change."""
+    problems: list[Problem] = []
+
+    def report(key: str, message: str, fix: str) -> None:
+        problems.append(Problem(message, fix, source.place(key), key))
+
+    for check in CHECKS:
+        with suppress(Undecided):
+            check(Sections(sections, source.undecided), report)
+    return problems
+
+
+def _check_bits(sections: Sections, report: Report) -> None:
+    if not sections.has("quantization"):
+        return
+    four, eight = sections.get("quantization.load_in_4bit", False), sections.get("quantization.load_in_8bit", False)
+    if four and eight:
+        report("quantization.load_in_8bit", "load_in_4bit and load_in_8bit are both true", "Keep one of them")
+    if not four and not eight:
+        fix = "Write load_in_4bit: true, or leave the section out for an unquantised base"
+        report("quantization", "neither load_in_4bit nor load_in_8bit is true", fix)
+    for name in sections.written("quantization"):
+        if name.startswith("bnb_4bit_") and eight and not four:
+            report(f"quantization.{name}", "says something about 4 bits, and the base is loaded in 8", "Remove it")
+        if name.startswith("llm_int8_") and four and not eight and name != "llm_int8_skip_modules":
+            report(f"quantization.{name}", "says something about 8 bits, and the base is loaded in 4", "Remove it")
+
+
+def _check_frozen_base(sections: Sections, report: Report) -> None:
+    if sections.get("quantization.llm_int8_enable_fp32_cpu_offload"):
+        fix = "Remove it; each process holds the whole model on its own device"
+        report("quantization.llm_int8_enable_fp32_cpu_offload", "part of the model would leave the device", fix)
+    if sections.has("quantization") and not sections.has("lora"):
+        fix = "Add `lora: {}`, or remove the quantization section for full fine-tuning"
+        report("quantization", "quantised weights cannot be trained, and there is no lora section", fix)
+
+
+def _check_lora_targets(sections: Sections, report: Report) -> None:
+    for name in ("target_modules", "modules_to_save", "target_parameters"):
+        if sections.get(f"lora.{name}") in ([], ""):
+            report(f"lora.{name}", "is empty", "Name modules, or remove it; all linear layers are the default")
+    if sections.get("lora.layers_pattern") and sections.get("lora.layers_to_transform") is None:
+        fix = "Add layers_to_transform or remove it"
+        report("lora.layers_pattern", "has no effect without layers_to_transform", fix)
+
+
+def _check_lora_start(sections: Sections, report: Report) -> None:
+    start = sections.get("lora.init_lora_weights", True)
+    if start in ("corda", "eva", "loftq"):
+        report("lora.init_lora_weights", f"{start} needs a pass of its own before training", "Use true or gaussian")
+    elif isinstance(start, str) and start.startswith(("pissa", "olora")) and sections.has("quantization"):
+        fix = "Remove the quantization section, or use true or gaussian"
+        report("lora.init_lora_weights", f"{start} rewrites the base weights, which are quantised", fix)
+
+
+def _check_precision(sections: Sections, report: Report) -> None:
+    dtype = sections.get("model.dtype", "auto")
+    flags = {flag: sections.get(f"training.{flag}") for flag in PRECISION}
+    if all(flags.values()):
+        report("training.fp16", "bf16 and fp16 are both true", "Remove both; model.dtype is the compute type")
+        return
+    for flag, value in flags.items():
+        fix = "Remove it; model.dtype is the compute type"
+        if value and dtype not in ("auto", PRECISION[flag]):
+            report(f"training.{flag}", f"is true and model.dtype is {dtype}", fix)
+        elif value is False and dtype == PRECISION[flag]:
+            report(f"training.{flag}", f"is false and model.dtype is {dtype}", fix)
+
+
+def _check_compute_type(sections: Sections, report: Report) -> None:
+    compute, dtype = sections.get("quantization.bnb_4bit_compute_dtype"), sections.get("model.dtype", "auto")
+    if compute is not None and compute != dtype:
+        fix = f"Remove it; it follows from model.dtype (set model.dtype: {compute} if that is meant)"
+        report("quantization.bnb_4bit_compute_dtype", f"is {compute} and model.dtype is {dtype}", fix)
+
+
+def _check_global_batch(sections: Sections, report: Report) -> None:
+    whole = sections.get("training.global_batch_size")
+    if whole is None:
+        return
+    if sections.get("training.gradient_accumulation_steps") is not None:
+        fix = "Remove it; accumulation is derived. Or remove global_batch_size"
+        report("training.gradient_accumulation_steps", "is given beside global_batch_size", fix)
+    if sections.get("training.learning_rate_scaling", "none") != "none":
+        fix = "Remove it; nothing scales when the global batch is fixed"
+        report("training.learning_rate_scaling", "is given beside global_batch_size", fix)
+    micro = sections.get("training.per_device_train_batch_size", 1)
+    if whole % micro:
+        near = [size for size in range(1, whole + 1) if whole % size == 0]
+        near = sorted(sorted(near, key=lambda size: abs(size - micro))[:2])
+        fix = f"Use {' or '.join(map(str, near))}"
+        report("training.per_device_train_batch_size", f"{micro} does not divide global_batch_size {whole}", fix)
+
+
+def _check_scaling(sections: Sections, report: Report) -> None:
+    base = sections.get("training.learning_rate_base_processes")
+    if base is not None and sections.get("training.learning_rate_scaling", "none") == "none":
+        fix = "Set learning_rate_scaling to linear or sqrt, or remove it"
+        report("training.learning_rate_base_processes", "has no effect without learning_rate_scaling", fix)
+
+
+def _check_length_of_run(sections: Sections, report: Report) -> None:
+    steps = sections.get("training.max_steps", -1)
+    if steps != -1 and steps < 1:
+        report("training.max_steps", f"got {steps}, expected a number of steps, at least 1", "Or remove it")
+    elif steps > 0 and sections.get("training.num_train_epochs") is not None:
+        report("training.max_steps", "is given beside num_train_epochs, which it would overrule", "Keep one of them")
+
+
+def _check_step_counts(sections: Sections, report: Report) -> None:
+    for name in ("warmup_steps", "logging_steps", "save_steps", "eval_steps"):
+        value = sections.get(f"training.{name}")
+        if isinstance(value, float) and value > 1 and value != int(value):
+            message = f"got {value}, expected whole steps, or a fraction below 1"
+            report(f"training.{name}", message, f"Write {round(value)}")
+
+
+def _check_step_strategies(sections: Sections, report: Report) -> None:
+    for name, strategy in STEP_KEYS.items():
+        given = sections.get(f"training.{strategy}", None if strategy == "eval_strategy" else "steps")
+        if sections.get(f"training.{name}") is not None and given not in (None, "steps"):
+            report(f"training.{name}", f"has no effect while {strategy} is {given}", "Remove one of them")
+
+
+def _check_workers(sections: Sections, report: Report) -> None:
+    if sections.get("training.dataloader_num_workers"):
+        return
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        if sections.get(f"training.{name}"):
+            report(f"training.{name}", "has no effect without dataloader_num_workers", "Remove it")
+
+
+def _check_held_out(sections: Sections, report: Report) -> None:
+    if sections.get("data.validation", 0):
+        return
+    fix = "Set data.validation, for example 0.02, or remove it"
+    for key in ("training.eval_steps", "training.eval_delay", "data.answer_rows"):
+        if sections.get(key):
+            report(key, "no rows are held out", fix)
+    for key in ("training.eval_strategy", "training.load_best_model_at_end"):
+        if sections.get(key, "no") not in ("no", False):
+            report(key, "no rows are held out", fix)
+    if sections.get("training.save_strategy") == "best":
+        report("training.save_strategy", "best needs a held-out loss, and no rows are held out", fix)
+    schedule = sections.get("training.lr_scheduler_type")
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        report("training.lr_scheduler_type", f"{schedule} follows the held-out loss, and no rows are held out", fix)
+
+
+def _check_best_model(sections: Sections, report: Report) -> None:
+    if not sections.get("data.validation", 0):
+        return
+    best, save = sections.get("training.load_best_model_at_end"), sections.get("training.save_strategy")
+    evaluate = sections.get("training.eval_strategy", "epoch")
+    schedule = sections.get("training.lr_scheduler_type")
+    if evaluate == "no":
+        for key, needs in (("load_best_model_at_end", best), ("save_strategy", save == "best")):
+            if needs:
+                report(f"training.{key}", "chooses by the held-out loss, and eval_strategy is no", "Set eval_strategy")
+        if schedule in ("reduce_lr_on_plateau", "greedy"):
+            report(
+                "training.lr_scheduler_type", "follows the held-out loss, and eval_strategy is no", "Set eval_strategy"
+            )
+    elif best and save not in (None, "best", evaluate):
+        message = f"needs a checkpoint at each evaluation; save_strategy is {save}, eval_strategy {evaluate}"
+        report("training.load_best_model_at_end", message, f"Set save_strategy: {evaluate}")
+    elif best and save == evaluate == "steps":
+        save_steps, eval_steps = sections.get("training.save_steps"), sections.get("training.eval_steps")
+        if save_steps and eval_steps and save_steps % eval_steps:
+            report("training.save_steps", f"{save_steps:g} is no multiple of eval_steps {eval_steps:g}", "Make it one")
+
+
+def _check_checkpointing(sections: Sections, report: Report) -> None:
+    kwargs = sections.get("training.activation_checkpointing_kwargs") or {}
+    if kwargs.get("use_reentrant"):
+        fix = "Remove it; the non-reentrant form is used"
+        message = "use_reentrant: true marks LoRA parameters ready twice, at which DDP stops"
+        report("training.activation_checkpointing_kwargs", message, fix)
+
+
+def _check_reports(sections: Sections, report: Report) -> None:
+    wanted = sections.get("training.report_to") or []
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        package, variable = REPORT_PACKAGES.get(name), f"{name.upper()}_DISABLED"
+        if package and find_spec(package) is None:
+            report("training.report_to", f"{name} needs a package that is not installed", f"pip install {package}")
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes", "on"):
+            message = f"names {name}, and {variable} in the environment turns it off"
+            report("training.report_to", message, f"unset {variable}")
+
+
+def _check_packages(sections: Sections, report: Report) -> None:
+    optimizer = sections.get("training.optim", "")
+    for prefix, package in OPTIMIZER_PACKAGES.items():
+        if optimizer.startswith(prefix) and find_spec(package) is None:
+            report("training.optim", f"{optimizer} needs a package that is not installed", f"pip install {package}")
+    if sections.get("training.use_liger_kernel") and find_spec("liger_kernel") is None:
+        report("training.use_liger_kernel", "needs a package that is not installed", "pip install liger-kernel")
+    attention = sections.get("model.attn_implementation") or ""
+    if attention.startswith("flash_attention") and find_spec("flash_attn") is None and find_spec("kernels") is None:
+        fix = "Use sdpa, or pip install flash-attn on a machine with GPUs"
+        report("model.attn_implementation", f"{attention} needs a package that is not installed", fix)
+
+
+CHECKS = (
+    _check_bits,
+    _check_frozen_base,
+    _check_lora_targets,
+    _check_lora_start,
+    _check_precision,
+    _check_compute_type,
+    _check_global_batch,
+    _check_scaling,
+    _check_length_of_run,
+    _check_step_counts,
+    _check_step_strategies,
+    _check_workers,
+    _check_held_out,
+    _check_best_model,
+    _check_checkpointing,
+    _check_reports,
+    _check_packages,
+)

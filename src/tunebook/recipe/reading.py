@@ -1,0 +1,196 @@
+"""Reading a recipe: everything that can be wrong with it is found at once, before anything heavy is imported."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tunebook.errors import Problem, Refused
+from tunebook.recipe.contradictions import PRECISION, find_contradictions
+from tunebook.recipe.names import (
+    OWN,
+    REQUIRED,
+    SECTIONS,
+    Explained,
+    explain_unknown_key,
+    explain_unknown_section,
+    known_keys,
+)
+from tunebook.recipe.rules import RANGES
+from tunebook.recipe.schema import BatchSection, DataSection, ModelSection, Recipe
+from tunebook.recipe.source import Source, read_source
+from tunebook.recipe.values import WrongValue, read_value, shown
+
+CHECKPOINTING_ALIASES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+
+
+def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and the `section.key=value` overrides laid over it.
+
+    Raises Refused with every problem found, in the order of the text: unknown, duplicate and missing keys, wrong types,
+    values out of range, keys that break a promise, contradictions, models and data that are not where they should be.
+    """
+    source = read_source(path, overrides)
+    sections = _read_sections(source)
+    notes = _take_aliases(source, sections)
+    source.problems += find_contradictions(sections, source)
+    notes += _take_precision(sections)
+    if source.problems:
+        raise Refused(sorted(source.problems, key=lambda problem: _text_order(problem, path)))
+    own = {name: kind(**_own_part(sections.get(name), kind)) for name, kind in OWN.items()}
+    model, data, batch = own["model"], own["data"], own["training"]
+    assert isinstance(model, ModelSection) and isinstance(data, DataSection) and isinstance(batch, BatchSection)
+    training = sections.get("training") or {}
+    return Recipe(
+        path=path,
+        stem=Path(path).stem,
+        model=model,
+        data=data,
+        batch=batch,
+        arguments={name: value for name, value in training.items() if name not in BatchSection.model_fields},
+        quantization=sections.get("quantization"),
+        lora=sections.get("lora"),
+        resolved=_resolved(sections, model, data),
+        overridden=frozenset(source.overridden),
+        notes=tuple(notes),
+    )
+
+
+def _text_order(problem: Problem, path: str) -> tuple[int, int]:
+    line = problem.where.removeprefix(f"{path}:")
+    if problem.where.startswith(path):
+        return (0, int(line) if line.isdigit() else 0)
+    return (1, 0)
+
+
+def _read_sections(source: Source) -> dict[str, dict[str, Any] | None]:
+    sections: dict[str, dict[str, Any] | None] = {}
+    for name, value in source.values.items():
+        if name not in SECTIONS:
+            _add_unknown(source, name, explain_unknown_section(name))
+        elif name in source.blank:
+            fix = (
+                f"Write `{name}: {{}}` for its defaults, or remove the line"
+                if name == "lora"
+                else "Fill it or remove it"
+            )
+            _add(source, name, "the section is empty", fix)
+        elif value is None:
+            sections[name] = None
+        elif isinstance(value, dict):
+            sections[name] = _read_section(name, value, source)
+        else:
+            _add(source, name, f"got {shown(value)}, expected a section", "Write `key: value` lines below it")
+    if source.values or not source.problems:
+        for name, key in REQUIRED.items():
+            if not _written(source, name, key):
+                _add(source, f"{name}.{key}", "is missing", "A recipe names its model and its data")
+    return sections
+
+
+def _written(source: Source, section: str, key: str) -> bool:
+    value = source.values.get(section)
+    return isinstance(value, dict) and value.get(key) is not None
+
+
+def _read_section(section: str, written: dict[str, Any], source: Source) -> dict[str, Any]:
+    known = known_keys(section)
+    read: dict[str, Any] = {}
+    for name, value in written.items():
+        key = f"{section}.{name}"
+        if name not in known:
+            _add_unknown(source, key, explain_unknown_key(section, name))
+            continue
+        try:
+            read[name] = read_value(value, known[name])
+            _check_range(section, name, read[name])
+        except WrongValue as error:
+            read.pop(name, None)
+            if not (value is None and REQUIRED.get(section) == name):
+                _add(source, key, str(error))
+    return read
+
+
+def _check_range(section: str, name: str, value: Any) -> None:
+    field = OWN[section].model_fields.get(name) if section in OWN else None
+    if field is not None and field.metadata:
+        try:
+            constrained: Any = Annotated[(field.annotation, *field.metadata)]
+            TypeAdapter(constrained).validate_python(value)
+        except ValidationError as error:
+            allowed = error.errors()[0]["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+            raise WrongValue(f"got {shown(value)}, expected a value {allowed}") from error
+    low, high, allowed = RANGES.get(f"{section}.{name}", (None, None, ""))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise WrongValue(f"got {shown(value)}, expected a number {allowed}")
+
+
+def _take_aliases(source: Source, sections: dict[str, dict[str, Any] | None]) -> list[str]:
+    """Give the checkpointing keys the one name that stays; a deprecated name is taken with a note."""
+    training = sections.get("training") or {}
+    notes = []
+    for old, new in CHECKPOINTING_ALIASES.items():
+        if old not in training:
+            continue
+        if new in training and training[new] != training[old]:
+            _add(source, f"training.{old}", f"contradicts {new}: {shown(training[new])}", f"Keep {new}")
+        value = training.pop(old)
+        training.setdefault(new, value)
+        if f"training.{old}" in source.overridden:
+            source.overridden.add(f"training.{new}")
+        notes.append(f"training.{old} is deprecated in transformers; it is read as training.{new}")
+    return notes
+
+
+def _take_precision(sections: dict[str, dict[str, Any] | None]) -> list[str]:
+    """Read `bf16: true` or `fp16: true` as the model.dtype it means, where the recipe gives none."""
+    model, training = sections.get("model") or {}, sections.get("training") or {}
+    notes = []
+    for flag, dtype in PRECISION.items():
+        if training.get(flag) and model.get("dtype", "auto") == "auto":
+            model["dtype"] = dtype
+            notes.append(f"training.{flag} is read as model.dtype: {dtype}")
+    return notes
+
+
+def _own_part(section: dict[str, Any] | None, kind: type) -> dict[str, Any]:
+    return {name: value for name, value in (section or {}).items() if name in kind.model_fields}  # type: ignore[attr-defined]
+
+
+def _resolved(sections: dict[str, dict[str, Any] | None], model: ModelSection, data: DataSection) -> dict[str, Any]:
+    """Return the recipe as it stands after overrides, with tunebook's own defaults written out."""
+    full = {
+        "model": model.model_dump(exclude_none=True),
+        "quantization": sections.get("quantization"),
+        "lora": sections.get("lora"),
+        "data": data.model_dump(exclude_none=True),
+        "training": sections.get("training") or {},
+    }
+    return {name: section for name, section in full.items() if section is not None}
+
+
+def _add_unknown(source: Source, key: str, explained: Explained) -> None:
+    _add(source, key, explained.message, explained.fix)
+    source.undecided.add(explained.meant)
+
+
+def _add(source: Source, key: str, message: str, fix: str = "") -> None:
+    source.problems.append(Problem(message, fix, source.place(key), key))
+    source.undecided.add(key)
+
+
+def write_resolved(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe as YAML that `load_recipe` reads back to the same recipe."""
+    from ruamel.yaml import YAML
+
+    writer = YAML()
+    writer.default_flow_style = False
+    with path.open("w", encoding="utf-8") as file:
+        file.write(f"# {recipe.path}, as it was run.\n")
+        writer.dump(dict(recipe.resolved), file)

@@ -1,0 +1,112 @@
+"""The shape of a model from its config alone: parameters, linear layers, what an adapter adds. No weights, no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+# Architectures whose layers are known here: attention bias, norms of a layer in units of hidden size, norms on heads.
+ARCHITECTURES: Mapping[str, tuple[bool, int, bool]] = {
+    "qwen2": (True, 2, False),
+    "qwen3": (False, 2, True),
+    "llama": (False, 2, False),
+    "mistral": (False, 2, False),
+    "gemma2": (False, 4, False),
+    "phi3": (False, 2, False),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a decoder-only model is made of. `linears` holds (name, inputs, outputs) for one layer, without the head."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    tied_embeddings: bool
+    linears: tuple[tuple[str, int, int], ...]
+    num_parameters: int
+    source: str
+
+
+def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | None:
+    """Return the shape of a local model folder, of a model known here, or of one in the Hub's cache; else None."""
+    local = Path(name_or_path).expanduser() / "config.json"
+    if local.is_file():
+        return build_shape(json.loads(local.read_text(encoding="utf-8")), f"{name_or_path}/config.json")
+    known = json.loads(files("tunebook").joinpath("facts/models.json").read_text(encoding="utf-8"))["models"]
+    for name in (name_or_path, name_or_path.removesuffix("-Instruct")):
+        if name in known:
+            return build_shape(known[name]["config"], "facts/models.json")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    if not isinstance(cached, str):
+        return None
+    return build_shape(json.loads(Path(cached).read_text(encoding="utf-8")), "the Hub's cache")
+
+
+def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:
+    """Return the shape that a transformers config describes, or None for an architecture not known here.
+
+    Parameters of a layer: its linear layers, their biases where the architecture has them, its norms. Around them: the
+    embedding (twice when the head is not tied to it) and the last norm.
+    """
+    kind = ARCHITECTURES.get(config.get("model_type", ""))
+    if kind is None:
+        return None
+    attention_bias, norms, head_norms = kind
+    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    query, key = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    linears = _linears(config["model_type"], hidden, inner, query, key)
+    per_layer = sum(inputs * outputs for _, inputs, outputs in linears) + norms * hidden
+    per_layer += (query + 2 * key if attention_bias else 0) + (2 * head_dim if head_norms else 0)
+    tied = bool(config.get("tie_word_embeddings"))
+    around = config["vocab_size"] * hidden * (1 if tied else 2) + hidden
+    return ModelShape(
+        model_type=config["model_type"],
+        num_layers=layers,
+        hidden_size=hidden,
+        vocab_size=config["vocab_size"],
+        max_positions=config.get("max_position_embeddings", 0),
+        tied_embeddings=tied,
+        linears=linears,
+        num_parameters=layers * per_layer + around,
+        source=source,
+    )
+
+
+def _linears(kind: str, hidden: int, inner: int, query: int, key: int) -> tuple[tuple[str, int, int], ...]:
+    out = (("o_proj", query, hidden), ("down_proj", inner, hidden))
+    if kind == "phi3":
+        return (("qkv_proj", hidden, query + 2 * key), ("gate_up_proj", hidden, 2 * inner), *out)
+    attention = (("q_proj", hidden, query), ("k_proj", hidden, key), ("v_proj", hidden, key))
+    return (*attention, ("gate_proj", hidden, inner), ("up_proj", hidden, inner), *out)
+
+
+def count_lora_parameters(shape: ModelShape, lora: Mapping[str, Any], rank: int) -> int | None:
+    """Return the trainable parameters of a LoRA adapter: rank x (inputs + outputs) of every targeted linear layer.
+
+    Source: Hu et al. 2021, section 4.1 (B is outputs x rank, A is rank x inputs). None where the recipe's targets
+    can only be told on the model itself (patterns, chosen layers, further modules).
+    """
+    if set(lora) - {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "bias"}:
+        return None
+    targets = lora.get("target_modules") or "all-linear"
+    if lora.get("bias", "none") != "none" or (isinstance(targets, str) and targets != "all-linear"):
+        return None
+    names = {name for name, _, _ in shape.linears}
+    if targets != "all-linear" and not set(targets) <= names:
+        return None
+    chosen = [linear for linear in shape.linears if targets == "all-linear" or linear[0] in targets]
+    return shape.num_layers * sum(rank * (inputs + outputs) for _, inputs, outputs in chosen)
