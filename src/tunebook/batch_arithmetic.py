@@ -22,6 +22,11 @@ class Batches:
     origins: Mapping[str, str]
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun: `1 row`, `2 rows`, `4 processes`."""
+    return f"{number:,} {what if number == 1 else what + ('es' if what.endswith('s') else 's')}"
+
+
 def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) -> Batches | None:
     """Return the batch arithmetic of a recipe on `num_processes`, or None after adding the reason to `problems`.
 
@@ -35,7 +40,9 @@ def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) 
         micro = micro or training_keys()["per_device_train_batch_size"].default
         accumulation = recipe.arguments.get("gradient_accumulation_steps", 1)
         origins = {
-            "global_batch_size": f"{num_processes} processes x {micro} rows x {accumulation} micro-steps",
+            "global_batch_size": " x ".join(
+                (counted(num_processes, "process"), counted(micro, "row"), counted(accumulation, "micro-step"))
+            ),
             "per_device_train_batch_size": micro_origin,
             "gradient_accumulation_steps": _said(recipe, "gradient_accumulation_steps"),
         }
@@ -53,7 +60,7 @@ def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) 
         "per_device_train_batch_size": "chosen: it divides the batch"
         if chosen
         else _said(recipe, "per_device_train_batch_size"),
-        "gradient_accumulation_steps": f"{whole} / ({num_processes} processes x {micro} rows)",
+        "gradient_accumulation_steps": f"{whole} / ({counted(num_processes, 'process')} x {counted(micro, 'row')})",
     }
     return Batches(whole, micro, accumulation, origins)
 
@@ -66,8 +73,10 @@ def _indivisible(recipe: Recipe, whole: int, micro: int, num_processes: int) -> 
     fixes = [f"per_device_train_batch_size={near}"] if near else []
     fixes += [f"global_batch_size={size}" for size in wholes]
     worlds = [count for count in range(1, whole // micro + 1) if whole % (count * micro) == 0]
-    fixes += [f"{' or '.join(map(str, _nearest(worlds, num_processes)))} processes"] if worlds else []
-    message = f"{whole} rows are not a whole number of micro-steps of {num_processes} processes x {micro} rows = {step}"
+    near_worlds = " or ".join(map(str, _nearest(worlds, num_processes)))
+    fixes += [f"{near_worlds} {'process' if near_worlds == '1' else 'processes'}"] if worlds else []
+    share = f"{counted(num_processes, 'process')} x {counted(micro, 'row')}"
+    message = f"{whole} rows are no whole number of micro-steps of {share}"
     return Problem(message, f"Use {', or '.join(fixes)}", recipe.path, "training.global_batch_size")
 
 

@@ -42,11 +42,13 @@ def explain_unknown_section(name: str) -> Explained:
     if name == "hub":
         fix = "Remove it; upload runs/NAME/adapter with `hf upload`"
         return Explained("publishing from a recipe is not there yet", fix)
+    found = _elsewhere(name)
+    if found:
+        return found
     near = get_close_matches(name.lower(), SECTIONS, n=1, cutoff=0.6)
     if near:
         return Explained("is no section", f"Nearest: {near[0]}", near[0])
-    found = _elsewhere(name) or _near_elsewhere(name)
-    return found or Explained("is no section", f"Sections are {', '.join(SECTIONS)}")
+    return _near_elsewhere(name) or Explained("is no section", f"Sections are {', '.join(SECTIONS)}")
 
 
 def explain_unknown_key(section: str, name: str) -> Explained:

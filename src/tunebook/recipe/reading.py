@@ -87,7 +87,7 @@ def _read_sections(source: Source) -> dict[str, dict[str, Any] | None]:
             _add(source, name, f"got {shown(value)}, expected a section", "Write `key: value` lines below it")
     if source.values or not source.problems:
         for name, key in REQUIRED.items():
-            if not _written(source, name, key):
+            if not _written(source, name, key) and not {name, f"{name}.{key}"} & source.undecided:
                 _add(source, f"{name}.{key}", "is missing", "A recipe names its model and its data")
     return sections
 

@@ -116,6 +116,7 @@ class _Walk:
 
     def problem(self, node: Node, key: str, message: str, fix: str = "") -> None:
         self.source.problems.append(Problem(message, fix, self.place(node), key))
+        self.source.undecided.add(key)
 
     def mapping(self, node: MappingNode, above: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -135,7 +136,6 @@ class _Walk:
                 key = f"{above}.{name}" if above else name
                 places = " and ".join(str(key_node.start_mark.line + 1) for key_node in nodes)
                 self.problem(nodes[-1], key, f"is given {len(nodes)} times, on lines {places}", "Keep one of them")
-                self.source.undecided.add(key)
         return values
 
     def value(self, node: Node, key: str) -> Any:
