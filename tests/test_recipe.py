@@ -378,7 +378,7 @@ def test_y11_an_environment_that_turns_off_what_the_recipe_asks_for(recipe, monk
         (BASE.replace("  name_or_path: org/tiny\n", "  revision: main\n"), "model.name_or_path: is missing"),
         (BASE.replace("  path: org/rows\n", ""), "data.path: is missing"),
         (BASE.replace("org/rows", "''"), "data.path"),
-        ("[" * 3000, "is not YAML"),
+        ("[" * 1000, "is not YAML"),
     ],
 )
 def test_text_that_is_no_recipe(recipe, text, said):

@@ -225,7 +225,7 @@ def _world(recipe: Recipe, world: World) -> dict[str, Setting]:
         backend = said(recipe, "training.ddp_backend")
     return {
         "world_size": Setting(world.num_processes, f"started by {world.launcher}" if here else "--num-processes"),
-        "device_type": Setting(world.device_type, "this machine" if here else "--device"),
+        "device_type": Setting(world.device_type, "this machine" if here else "assumed; --device says otherwise"),
         "backend": Setting(world.backend, backend),
     }
 

@@ -1,6 +1,6 @@
 """The plan as people read it: each number, and where it came from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich import box
@@ -39,7 +39,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("gradient_accumulation_steps", "micro-steps per step", _count),
     ("learning_rate", "learning rate", "{:g}".format),
     ("lr_scheduler_type", "schedule", str),
-    ("warmup_steps", "warm-up steps", "{:g}".format),
+    ("warmup_steps", "warm-up steps", lambda steps: f"{steps:g}" if steps >= 1 or not steps else f"{steps:g} of all"),
     ("optim", "optimizer", str),
     ("num_train_epochs", "epochs", "{:g}".format),
     ("max_steps", "step limit", _count),
@@ -80,8 +80,7 @@ def render_plan(plan: Plan) -> Table:
     return table
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print the notes of a plan, one line each and first, then its table."""
-    for note in plan.notes:
+def print_notes(notes: Iterable[str], console: Console) -> None:
+    """Print what the user should know, one line each however long."""
+    for note in notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)
-    console.print(render_plan(plan))

@@ -1,19 +1,21 @@
-"""The run folder: who may use it, what is set aside, what a start writes into it. Rank 0 only."""
+"""The run folder: who may use it, what is set aside, what a start writes into it. Only rank 0 touches it."""
 
 import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tunebook.errors import Problem, Refused
 from tunebook.plan import Plan
+from tunebook.process_group import refuse_together
 from tunebook.recipe.reading import write_resolved
 from tunebook.recipe.schema import Recipe
-from tunebook.writing import write_atomically
+from tunebook.world import World
+from tunebook.writing import write_whole
 
 SUMMARY = "run_summary.json"
 LOCK = ".lock"
@@ -39,6 +41,16 @@ def find_finished(plan: Plan, recipe_sha256: str, data_fingerprint: str) -> dict
 
 
 @contextmanager
+def hold_run_folder(plan: Plan, recipe: Recipe, world: World, fresh: bool) -> Iterator[None]:
+    """Open the run folder on rank 0 and hold it for all; every rank raises the same Refused where it cannot be had."""
+    with ExitStack() as held:
+        with refuse_together():
+            if world.is_main:
+                held.enter_context(open_run_folder(plan, recipe, fresh))
+        yield
+
+
+@contextmanager
 def open_run_folder(plan: Plan, recipe: Recipe, fresh: bool) -> Iterator[Path]:
     """Make the run folder ready for a new run and hold it, so that no second run writes into it.
 
@@ -61,7 +73,7 @@ def open_run_folder(plan: Plan, recipe: Recipe, fresh: bool) -> Iterator[Path]:
     with lock:
         _hold(lock.fileno(), folder)
         write_resolved(recipe, folder / f"{recipe.stem}.yaml")
-        write_atomically(folder / "plan.json", json.dumps(plan.as_dict(), indent=1) + "\n")
+        write_whole(folder / "plan.json", json.dumps(plan.as_dict(), indent=1) + "\n")
         yield folder
 
 

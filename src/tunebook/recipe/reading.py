@@ -1,12 +1,14 @@
 """Reading a recipe: everything that can be wrong with it is found at once, before anything heavy is imported."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from tunebook.errors import Problem, Refused
+from tunebook.places import check_data_path, check_model_path
 from tunebook.recipe.contradictions import PRECISION, find_contradictions
 from tunebook.recipe.names import (
     OWN,
@@ -38,6 +40,7 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
     sections = _read_sections(source)
     notes = _take_aliases(source, sections)
     source.problems += find_contradictions(sections, source)
+    source.problems += _find_missing_places(sections, source)
     notes += _take_precision(sections)
     if source.problems:
         raise Refused(sorted(source.problems, key=lambda problem: _text_order(problem, path)))
@@ -129,6 +132,16 @@ def _check_range(section: str, name: str, value: Any) -> None:
         return
     if (low is not None and value < low) or (high is not None and value > high):
         raise WrongValue(f"got {shown(value)}, expected a number {allowed}")
+
+
+def _find_missing_places(sections: dict[str, dict[str, Any] | None], source: Source) -> list[Problem]:
+    """Return why the model or the data cannot be where the recipe says, as far as names and folders tell."""
+    problems = []
+    for section, name, check in (("model", "name_or_path", check_model_path), ("data", "path", check_data_path)):
+        key, place = f"{section}.{name}", (sections.get(section) or {}).get(name)
+        if place is not None and key not in source.undecided:
+            problems += [replace(problem, where=source.place(key), key=key) for problem in check(place)]
+    return problems
 
 
 def _take_aliases(source: Source, sections: dict[str, dict[str, Any] | None]) -> list[str]:

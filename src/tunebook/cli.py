@@ -1,0 +1,54 @@
+"""The `tunebook` command: what is done with a recipe beside `finetune.py` itself."""
+
+import sys
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from tunebook import __version__
+from tunebook.errors import EXIT_REFUSED, Problem, Refused
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+@app.callback(help="Fine-tuning recipes that keep their promises.")
+def tunebook() -> None:
+    """Hold the subcommands: with a single one typer would leave its name out."""
+
+
+@app.command(help="Print the version.")
+def version() -> None:
+    """Print the version of tunebook."""
+    print(__version__)
+
+
+@app.command(
+    help="Start finetune.py on N processes of this machine; the exit code is the ranks' own.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def launch(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="The recipe; what follows it goes to finetune.py.")],
+    num_processes: Annotated[int, typer.Option("--num-processes", min=1, help="How many processes.")] = 1,
+) -> None:
+    """Run the recipe under torch's elastic agent, in this process, without its traces."""
+    from tunebook.launch import find_script
+    from tunebook.launch import launch as launch_script
+
+    raise typer.Exit(launch_script(find_script(), [recipe, *context.args], num_processes))
+
+
+def main() -> None:
+    """Run the command and leave with its exit code; a refusal is one message and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except Refused as refused:
+        print(refused, file=sys.stderr)
+        code = EXIT_REFUSED
+    except TyperException as error:
+        if error.format_message():  # none where the help was the answer
+            problem = Problem(error.format_message().rstrip("."), "tunebook --help", "command line")
+            print(Refused(problem), file=sys.stderr)
+        code = EXIT_REFUSED
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,93 @@
+"""The words after `finetune.py`: a recipe, overrides, and a few options; no option is a launcher's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+from typer.exceptions import TyperException
+
+from tunebook.errors import Problem, Refused
+
+DeviceName = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """What was typed."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    plan: bool = False
+    json: bool = False
+    num_processes: int | None = None
+    device: DeviceName | None = None
+    rows: int | None = None
+    run_dir: str | None = None
+    fresh: bool = False
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """Read the command line of `finetune.py`. Raises Refused for words that it doesn't take; `--help` exits with 0."""
+    command: list[Command] = []
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command(help="Fine-tune the model of a recipe, on as many processes as the launcher started.")
+    def finetune(  # noqa: PLR0913, PLR0917 - one for each option
+        recipe: Annotated[str, typer.Argument(help="The recipe, for example recipes/tiny_qlora.yaml.")],
+        overrides: Annotated[
+            list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the recipe's.")
+        ] = None,
+        plan: Annotated[bool, typer.Option("--plan", help="Print what the run would do, and stop.")] = False,
+        json: Annotated[bool, typer.Option("--json", help="With --plan: print it as JSON.")] = False,
+        num_processes: Annotated[
+            int | None, typer.Option("--num-processes", min=1, help="With --plan: for a world of N processes.")
+        ] = None,
+        device: Annotated[
+            DeviceName | None, typer.Option("--device", help="With --num-processes: its devices; cuda if left out.")
+        ] = None,
+        rows: Annotated[
+            int | None, typer.Option("--rows", min=1, help="With --plan: how many rows the data has.")
+        ] = None,
+        run_dir: Annotated[
+            str | None, typer.Option("--run-dir", help="The run folder; runs/<recipe's file name> if left out.")
+        ] = None,
+        fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
+    ) -> None:
+        command.append(Command(recipe, tuple(overrides or ()), plan, json, num_processes, device, rows, run_dir, fresh))
+
+    try:
+        app(list(words), prog_name="finetune.py", standalone_mode=False)
+    except TyperException as error:
+        fix = "finetune.py RECIPE [section.key=value ...], or --help"
+        raise Refused(Problem(error.format_message().rstrip("."), fix, "command line")) from error
+    if not command:  # --help
+        raise SystemExit(0)
+    _check_options(command[0])
+    return command[0]
+
+
+def _check_options(command: Command) -> None:
+    needs_plan = {
+        "--json": command.json,
+        "--num-processes": command.num_processes is not None,
+        "--device": command.device is not None,
+        "--rows": command.rows is not None,
+    }
+    problems = [
+        Problem(f"{option} is about a plan", _without_plan(option), "command line")
+        for option, given in needs_plan.items()
+        if given and not command.plan
+    ]
+    if command.device and command.num_processes is None and command.plan:
+        problems.append(Problem("--device is about a world of --num-processes N", "Give N, too", "command line"))
+    if command.run_dir == "":
+        problems.append(Problem("--run-dir is empty", "Name a folder", "command line"))
+    if problems:
+        raise Refused(problems)
+
+
+def _without_plan(option: str) -> str:
+    if option == "--num-processes":
+        return "Add --plan, or start N processes: accelerate launch --num_processes N finetune.py RECIPE"
+    return "Add --plan"

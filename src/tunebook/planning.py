@@ -1,0 +1,77 @@
+"""Making and showing the plan, with whatever is known of the data at that point."""
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from tunebook.batch_arithmetic import counted
+from tunebook.command_line import Command
+from tunebook.plan import Plan, build_plan, with_rows, with_split
+from tunebook.plan_table import build_console, print_notes, render_plan
+from tunebook.recipe.schema import Recipe
+from tunebook.world import World, count_gpus, read_world, world_of
+
+if TYPE_CHECKING:
+    from tunebook.data.prepare import PreparedData
+
+
+def plan_without_data(recipe: Recipe, world: World, run_dir: str | None) -> Plan:
+    """Return the plan before the data is read. Raises Refused where the recipe cannot run in this world."""
+    return build_plan(recipe, world, run_dir=run_dir, bf16_supported=_has_bf16(world))
+
+
+def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
+    """Return the plan for the prepared data, and show it on rank 0."""
+    origins = {"num_train_rows": "prepared data", "num_eval_rows": "prepared data"}
+    plan = with_split(plan, data.num_train_rows, data.num_eval_rows, origins)
+    if world.is_main:
+        build_console().print(render_plan(plan))
+    return plan
+
+
+def show_start(plan: Plan, world: World) -> None:
+    """Print on rank 0, at once, what was started: the notes about the launch first, then one line."""
+    if not world.is_main:
+        return
+    console = build_console()
+    print_notes(plan.notes, console)
+    group = f"one group over {world.backend}" if world.backend else "no process group"
+    text = f"{plan.recipe}: {counted(world.num_processes, 'process')} on {world.device_type}, {group}, "
+    console.print(f"{text}{plan.global_batch_size} rows per step; loading", soft_wrap=True, markup=False)
+
+
+def show_plan(recipe: Recipe, command: Command) -> None:
+    """Print the plan of `--plan` on rank 0: for the world that is asked for, or for this machine."""
+    world = _planned_world(recipe, command)
+    plan = plan_without_data(recipe, world, command.run_dir)
+    if command.rows is not None:
+        plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
+    if not world.is_main:
+        return
+    if command.json:
+        json.dump(plan.as_dict(), sys.stdout, indent=1)
+        print()
+    else:
+        console = build_console()
+        print_notes(plan.notes, console)
+        console.print(render_plan(plan))
+
+
+def _planned_world(recipe: Recipe, command: Command) -> World:
+    backend = recipe.arguments.get("ddp_backend")
+    if command.num_processes is not None:
+        return world_of(command.num_processes, command.device or "cuda", backend)
+    if "WORLD_SIZE" not in os.environ and (num_gpus := count_gpus()) > 1:
+        # Nothing runs, so plain python on a machine with several GPUs means all of them.
+        return world_of(num_gpus, "cuda", backend)
+    return read_world(compute_dtype=recipe.model.dtype, ddp_backend=backend)
+
+
+def _has_bf16(world: World) -> bool:
+    """Return whether the GPUs of a world compute in bfloat16; a world that is not there is taken to."""
+    if world.device_type == "cpu" or world.launcher == "none":
+        return True
+    import torch
+
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -1,0 +1,263 @@
+"""The plan: batch arithmetic exact or refused, rates, precision, and the command that prints it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tunebook.errors import Refused
+from tunebook.plan import build_plan, with_rows
+from tunebook.recipe.reading import load_recipe
+from tunebook.shapes import build_shape, count_lora_parameters, find_shape
+from tunebook.world import World, world_of
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def plan_of(tmp_path):
+    def build(num_processes: int = 1, device: str = "cpu", sections: str = "", gpu_has_bf16: bool = True, **training: object):
+        lines = "".join(f"  {name}: {value}\n" for name, value in training.items())
+        text = "model: {name_or_path: a/b}\ndata: {path: a/b}\nlora: {}\n"
+        path = tmp_path / "case.yaml"
+        path.write_text((sections or text) + (f"training:\n{lines}" if lines else ""))
+        return build_plan(load_recipe(str(path)), world_of(num_processes, device), bf16_supported=gpu_has_bf16)
+
+    return build
+
+
+def refusal(build, *args, **kwargs) -> str:
+    with pytest.raises(Refused) as refused:
+        build(*args, **kwargs)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_the_global_batch_is_the_same_in_every_world(plan_of, processes, accumulation):
+    plan = plan_of(processes, global_batch_size=64, per_device_train_batch_size=8)
+    assert (plan.global_batch_size, plan.gradient_accumulation_steps) == (64, accumulation)
+    assert plan.origins["gradient_accumulation_steps"].startswith("64 / (")
+
+
+@pytest.mark.parametrize("whole", [1, 6, 7, 12, 32, 60, 97, 128])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8])
+def test_derived_arithmetic_is_exact_or_refused(plan_of, whole, processes):
+    try:
+        plan = plan_of(processes, global_batch_size=whole)
+    except Refused:
+        assert whole % processes
+        return
+    factors = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
+    assert processes * factors[0] * factors[1] == whole and factors[0] <= 8
+
+
+def test_a_batch_that_cannot_be_split_shows_numbers_and_ways_out(plan_of):
+    message = refusal(plan_of, 3, global_batch_size=64, per_device_train_batch_size=8)
+    for part in ("64 rows", "3 processes x 8 rows", "global_batch_size=48", "2 or 4 processes", "case.yaml"):
+        assert part in message
+
+
+def test_the_classic_pair_grows_with_the_world(plan_of):
+    plan = plan_of(4, per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    assert plan.global_batch_size == 24
+    assert plan.origins["global_batch_size"] == "4 processes x 2 rows x 3 micro-steps"
+    assert plan_of(1).global_batch_size == 8
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("none", 3e-4), ("linear", 1.2e-3), ("sqrt", 6e-4)])
+def test_learning_rate_scaling(plan_of, kind, rate):
+    plan = plan_of(4, learning_rate=3e-4, learning_rate_scaling=kind)
+    assert plan.learning_rate == pytest.approx(rate, rel=1e-12)
+    assert ("4 / 1" in plan.origins["learning_rate"]) == (kind != "none")
+    assert plan_of(1, learning_rate=3e-4, learning_rate_scaling=kind).learning_rate == pytest.approx(3e-4)
+
+
+def test_learning_rate_scaling_from_another_base(plan_of):
+    plan = plan_of(2, learning_rate=1e-3, learning_rate_scaling="linear", learning_rate_base_processes=8)
+    assert plan.learning_rate == pytest.approx(2.5e-4)
+
+
+def test_rows_give_steps(plan_of):
+    plan = with_rows(plan_of(1, per_device_train_batch_size=4, num_train_epochs=3), 52002, 0.0, "--rows")
+    assert (plan.num_train_rows, plan.steps_per_epoch, plan.num_optimizer_steps) == (52002, 13001, 39003)
+    plan = with_rows(plan_of(4, global_batch_size=64, num_train_epochs=0.5), 52002, 0.02, "--rows")
+    assert (plan.num_train_rows, plan.num_eval_rows, plan.steps_per_epoch) == (50962, 1040, 797)
+    assert plan.num_optimizer_steps == 399
+    assert with_rows(plan_of(1, max_steps=7), 100, 0.0, "--rows").num_optimizer_steps == 7
+    assert with_rows(plan_of(1), 1, 0.0, "--rows").steps_per_epoch == 1
+
+
+def test_unknown_rows_are_none(plan_of):
+    plan = plan_of(1)
+    assert plan.num_train_rows is plan.steps_per_epoch is plan.num_optimizer_steps is None
+
+
+@pytest.mark.parametrize(
+    ("device", "bf16", "dtype"), [("cpu", True, "float32"), ("cuda", True, "bfloat16"), ("cuda", False, "float32")]
+)
+def test_auto_precision_follows_the_device(plan_of, device, bf16, dtype):
+    assert plan_of(1, device, gpu_has_bf16=bf16).compute_dtype == dtype
+
+
+MODEL = "model: {{name_or_path: a/b, {}}}\ndata: {{path: a/b}}\nlora: {{}}\n"
+
+
+@pytest.mark.parametrize(
+    ("sections", "training", "key", "instead"),
+    [
+        ("", {"fp16": "true"}, "training.fp16", "float32"),
+        (MODEL.format("dtype: float16"), {}, "model.dtype", "float32"),
+        (MODEL.format("attn_implementation: flex_attention"), {}, "attn_implementation", "sdpa"),
+        ("", {"tf32": "true"}, "training.tf32", "Remove"),
+        ("", {"optim": "adamw_torch_npu_fused"}, "training.optim", "adamw_torch"),
+    ],
+)
+def test_y13_what_a_cpu_lacks_is_refused_with_a_replacement(plan_of, sections, training, key, instead, monkeypatch):
+    monkeypatch.setattr("tunebook.recipe.contradictions.find_spec", lambda name: object())
+    message = refusal(plan_of, 1, "cpu", sections, **training)
+    assert key in message and instead in message
+
+
+def test_y13_flash_attention_is_refused_whether_installed_or_not(plan_of, monkeypatch):
+    sections = MODEL.format("attn_implementation: flash_attention_2")
+    for found in (None, object()):
+        monkeypatch.setattr("tunebook.recipe.contradictions.find_spec", lambda name, found=found: found)
+        message = refusal(plan_of, 1, "cpu", sections)
+        assert "flash_attention_2" in message and "sdpa" in message
+
+
+def test_y13_bf16_trains_on_a_cpu_with_a_note_and_is_refused_on_gpus_without_it(plan_of):
+    plan = plan_of(1, bf16="true")
+    assert plan.compute_dtype == "bfloat16" and any("slower" in note for note in plan.notes)
+    assert "bf16" in refusal(plan_of, 1, "cuda", "", False, bf16="true")
+
+
+def test_dropout_is_said_to_make_ranks_differ(plan_of):
+    assert any(
+        "dropout" in note
+        for note in plan_of(
+            2, sections=MODEL.replace("lora: {{}}", "lora: {{lora_dropout: 0.1}}").format("dtype: auto")
+        ).notes
+    )
+
+
+def test_method_and_parameters(plan_of):
+    text = "model: {name_or_path: Qwen/Qwen2.5-7B}\ndata: {path: a/b}\n"
+    full, lora = plan_of(1, sections=text), plan_of(1, sections=text + "lora: {r: 16}\n")
+    assert (full.method, full.trainable_parameters) == ("full fine-tune", 7615616512)
+    assert (lora.method, lora.trainable_parameters) == ("LoRA", 40370176)
+    eight = plan_of(1, sections=text + "lora: {}\nquantization: {load_in_8bit: true}\n")
+    assert eight.method == "LoRA, 8-bit base"
+
+
+# Published counts: 7.62 B and 0.494 B (Qwen2.5), 8.03 B and 1.24 B (Llama 3), 9.24 B (Gemma 2), 14.66 B (Phi-4).
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494032768),
+        ("Qwen/Qwen2.5-7B-Instruct", 7615616512),
+        ("Qwen/Qwen3-8B", 8190735360),
+        ("meta-llama/Llama-3.1-8B", 8030261248),
+        ("meta-llama/Llama-3.2-1B", 1235814400),
+        ("mistralai/Mistral-7B-v0.3", 7248023552),
+        ("google/gemma-2-9b", 9241705984),
+        ("microsoft/phi-4", 14659507200),
+    ],
+)
+def test_shapes_known_without_the_hub(model, parameters):
+    shape = find_shape(model)
+    assert shape is not None and shape.num_parameters == parameters
+
+
+def test_a_model_never_seen_is_unknown():
+    assert find_shape("nobody/nothing") is None
+    assert build_shape({"model_type": "bert"}, "") is None
+
+
+@pytest.mark.slow
+def test_counted_parameters_are_those_of_the_model_itself():
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16, "pad_token_id": 0}
+    for kind in ("qwen2", "qwen3", "llama", "mistral", "gemma2", "phi3"):
+        for tied in (True, False):
+            config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=tied)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            shape = build_shape({**config.to_dict(), "model_type": kind}, "")
+            assert shape is not None
+            assert shape.num_parameters == model.num_parameters(), (kind, tied)
+            adapted = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+            trainable = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+            assert count_lora_parameters(shape, {}, 3) == trainable, (kind, tied)
+
+
+# The command
+
+
+def plan_command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "finetune.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads_and_plans(recipe):
+    accepted = load_recipe(str(recipe.relative_to(ROOT)))
+    for processes in (1, 2, 4, 8):
+        plan = build_plan(accepted, world_of(processes, "cuda"))
+        assert plan.global_batch_size == accepted.batch.global_batch_size
+        assert plan.model_parameters and plan.trainable_parameters
+    first = recipe.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# ") and ("GPU" in first or "CPU" in first), "the first comment names the hardware"
+
+
+def test_plan_as_json_for_a_world_that_is_not_there():
+    words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4", "--rows", "52002", "--json")
+    result = plan_command(*words, "training.learning_rate=1e-4")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 2)
+    assert (plan["num_optimizer_steps"], plan["num_eval_rows"]) == (2391, 1040)
+    assert (plan["learning_rate"], plan["origins"]["learning_rate"]) == (1e-4, "command line")
+    assert set(plan["origins"]) == set(plan) - {"origins", "notes"}
+
+
+def test_plan_as_a_table_needs_neither_hub_nor_rows():
+    result = plan_command("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4")
+    assert result.returncode == 0, result.stderr
+    assert "4 processes x 8 rows x 2 micro-steps = 64 rows per step" in result.stdout
+    assert "training rows" in result.stdout and "unknown" in result.stdout
+    assert not (ROOT / "runs" / "qwen7b_qlora").exists()
+
+
+def test_a_plan_that_is_refused_ends_with_code_2_and_no_traceback():
+    result = plan_command("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("refused: ") and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Missing argument"),
+        (("recipes/qwen7b_qlora.yaml", "--plann"), "--plan"),
+        (("recipes/qwen7b_qlora.yaml", "--rows", "3"), "Add --plan"),
+        (("recipes/qwen7b_qlora.yaml", "--num-processes", "2"), "accelerate launch --num_processes"),
+        (("recipes/qwen7b_qlora.yaml", "--plan", "--device", "cpu"), "--num-processes"),
+        (("recipes/qwen7b_qlora.yaml", "recipes/tiny_qlora.yaml"), "one recipe"),
+    ],
+)
+def test_a_command_line_that_is_wrong(words, said):
+    result = plan_command(*words)
+    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
+
+
+def test_one_process_has_no_backend(plan_of):
+    assert build_plan(load_recipe(str(ROOT / "recipes" / "qwen7b_qlora.yaml")), World()).backend is None

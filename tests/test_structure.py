@@ -1,0 +1,145 @@
+"""Imports point one way, files and functions stay short, heavy imports wait for an accepted recipe."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "tunebook"
+
+# From the ground up. A module may import what stands before it, and its own package's modules as listed.
+ORDER = [
+    "errors",
+    "quiet",
+    "writing",
+    "places",
+    "recipe.defaults",
+    "recipe.rules",
+    "recipe.schema",
+    "recipe.source",
+    "recipe.upstream",
+    "recipe.values",
+    "recipe.names",
+    "recipe.contradictions",
+    "recipe.reading",
+    "recipe",
+    "command_line",
+    "refusal",
+    "entry",
+    "launch_command",
+    "launch_checks",
+    "world",
+    "process_group",
+    "launch",
+    "shapes",
+    "batch_arithmetic",
+    "plan",
+    "plan_table",
+    "run_folder",
+    "data.records",
+    "data.formats",
+    "data.rows",
+    "data.tokenizer",
+    "data.prompts",
+    "data.tokens",
+    "data.prepare",
+    "data",
+    "planning",
+    "lora_targets",
+    "model",
+    "adapter",
+    "training.batches",
+    "training.collectives",
+    "training.loss",
+    "training.measuring",
+    "training.arguments",
+    "training.reporting",
+    "training.summary",
+    "training.answers",
+    "training.trainer",
+    "training.run",
+    "training.result",
+    "training",
+    "cli",
+]
+HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "bitsandbytes", "numpy", "pyarrow"}
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the tunebook modules that a file imports anywhere, those for type checkers included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunebook"):
+            module = (node.module or "").removeprefix("tunebook").removeprefix(".")
+            for name in node.names:
+                inner = f"{module}.{name.name}".removeprefix(".")
+                found.add(inner if inner in ORDER else module)
+        elif isinstance(node, ast.Import):
+            found |= {name.name.removeprefix("tunebook.") for name in node.names if name.name.startswith("tunebook.")}
+    return found - {""}
+
+
+def test_every_module_has_its_place_in_the_order():
+    names = {module_name(path) for path in sources()} - {"__init__"}
+    assert names == set(ORDER), f"not placed: {names - set(ORDER)}, gone: {set(ORDER) - names}"
+    assert len(ORDER) == len(set(ORDER))
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_name)
+def test_imports_point_one_way(path):
+    name = module_name(path)
+    if name in ("__init__", ""):
+        return
+    above = {other for other in imported_modules(path) if ORDER.index(other) >= ORDER.index(name)}
+    assert not above, f"{name} imports {above}, which stand above it"
+
+
+def python_files() -> list[Path]:
+    folders = [PACKAGE, ROOT / "scripts"]
+    return [*sorted(ROOT.glob("*.py")), *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 40, f"{node.name} has {length} lines"
+
+
+def test_words_that_say_nothing_are_no_names():
+    banned = ("cfg", "utils", "common", "helpers", "manager")
+    for path in python_files():
+        words = path.stem.split("_")
+        words += [
+            word
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            for word in node.name.lower().split("_")
+        ]
+        assert not set(words) & set(banned), path
+
+
+def test_the_story_of_a_run_fits_on_a_page():
+    assert (ROOT / "finetune.py").read_text(encoding="utf-8").count("\n") <= 50
+
+
+def test_nothing_heavy_is_imported_before_a_recipe_is_accepted():
+    script = (
+        "import sys; sys.path.insert(0, '.'); import finetune, tunebook.cli, tunebook.planning; print(*sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not HEAVY & set(result.stdout.split())
