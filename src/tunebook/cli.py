@@ -7,7 +7,9 @@ import typer
 from typer.exceptions import TyperException
 
 from tunebook import __version__
+from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, Problem, Refused
+from tunebook.recipe.reading import load_recipe
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -36,7 +38,10 @@ def launch(
     from tunebook.launch import find_script
     from tunebook.launch import launch as launch_script
 
-    raise typer.Exit(launch_script(find_script(), [recipe, *context.args], num_processes))
+    words = [recipe, *context.args]
+    command = read_command(words)
+    load_recipe(command.recipe, command.overrides)  # a typo answers before torch's agent is imported
+    raise typer.Exit(launch_script(find_script(), words, num_processes))
 
 
 def main() -> None:

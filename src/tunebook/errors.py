@@ -44,3 +44,7 @@ class Refused(ValueError):
         if len(lines) == 1:
             return f"refused: {lines[0]}"
         return "\n".join([f"refused: {len(lines)} problems", *(f"  {line}" for line in lines)])
+
+
+class TrainingFailed(RuntimeError):
+    """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1."""

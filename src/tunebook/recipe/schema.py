@@ -87,3 +87,8 @@ class Recipe:
         """The seed of the validation split and the row order; the recipe's seed unless `data_seed` is given."""
         given = self.arguments.get("data_seed")
         return self.seed if given is None else int(given)
+
+    @property
+    def ddp_timeout(self) -> int:
+        """Seconds after which a collective that waits fails; 1800 by default, as in TrainingArguments."""
+        return int(self.arguments.get("ddp_timeout", 1800))
