@@ -14,9 +14,9 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch .venv/installed
 
-# Two processes, DDP over gloo, on any machine: GPUs are hidden so that the figures are the same everywhere.
+# Two processes, DDP over gloo, on any machine: cpu.yaml hides the GPUs.
 quickstart: install
-	CUDA_VISIBLE_DEVICES= $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml --num_processes 2 \
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml --num_processes 2 \
 		finetune.py recipes/tiny_qlora.yaml --fresh
 
 test: install

@@ -7,35 +7,38 @@ from tunebook.command_line import Command
 from tunebook.entry import run_rank
 from tunebook.planning import plan_with_data, plan_without_data, show_plan, show_start
 from tunebook.recipe.reading import load_recipe
+from tunebook.run_folder import check_folder, hold_run_folder
 from tunebook.world import read_world
 
 
 def finetune(command: Command) -> None:
-    """Run one rank: everything that can be refused is refused before the process group exists and weights load."""
+    """Run one rank: whatever can be refused is refused before the process group exists and weights load."""
     recipe = load_recipe(command.recipe, command.overrides)
     if command.plan:
-        return show_plan(recipe, command)
+        show_plan(recipe, command)
+        return
     world = read_world(compute_dtype=recipe.model.dtype, ddp_backend=recipe.arguments.get("ddp_backend"))
     plan = plan_without_data(recipe, world, command.run_dir)
+    check_folder(plan.run_dir, command.fresh)
     show_start(plan, world)
 
     # torch, transformers, peft and datasets take seconds to import; only an accepted recipe pays for them.
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import load_tokenizer
     from tunebook.process_group import process_group
+    from tunebook.training.ending import is_finished, show_result
     from tunebook.training.run import build_run, train
-    from tunebook.training.result import show_result
-    from tunebook.training.run_folder import run_folder
 
     tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
     data = prepare_data(recipe, tokenizer)
     plan = plan_with_data(plan, data, world)
     with process_group(world, recipe.ddp_timeout):
+        if is_finished(recipe, plan, data, world, command.fresh):
+            return
         run = build_run(recipe, plan, world, tokenizer, data)
-        with run_folder(run, command.fresh):
+        with hold_run_folder(plan, recipe, world, command.fresh):
             result = train(run)
-    show_result(result, world)
-    return None
+    show_result(result, plan, world)
 
 
 if __name__ == "__main__":

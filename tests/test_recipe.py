@@ -476,6 +476,15 @@ def test_the_resolved_recipe_reads_back_to_the_same_recipe(recipe, tmp_path):
     assert (again.arguments, again.lora, again.quantization) == (first.arguments, first.lora, first.quantization)
 
 
+@pytest.mark.parametrize("validation", ["0", "0.5"])
+def test_the_smallest_recipe_reads_back_too(recipe, tmp_path, validation):
+    text = f"model: {{name_or_path: a/b}}\ndata: {{path: a/b, validation: {validation}}}\n"
+    first = load_recipe(recipe(text=text))
+    write_resolved(first, tmp_path / "again.yaml")
+    again = load_recipe(str(tmp_path / "again.yaml"))
+    assert again.resolved == first.resolved and again.data == first.data
+
+
 def test_reading_imports_nothing_heavy_and_takes_under_a_second(recipe):
     script = textwrap.dedent("""
         import sys, time

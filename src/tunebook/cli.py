@@ -44,6 +44,14 @@ def launch(
     raise typer.Exit(launch_script(find_script(), words, num_processes))
 
 
+@app.command(help="Ask the model of a finished run; each line is a question of its own.")
+def chat(run: Annotated[str, typer.Argument(help="The run folder, for example runs/tiny_qlora.")]) -> None:
+    """Answer the lines of standard input."""
+    from tunebook.chat import chat as answer
+
+    answer(run, sys.stdin)
+
+
 def main() -> None:
     """Run the command and leave with its exit code; a refusal is one message and exit code 2."""
     try:

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -58,10 +57,10 @@ def open_run_folder(plan: Plan, recipe: Recipe, fresh: bool) -> Iterator[Path]:
     is deleted. Raises Refused when the folder is in use, holds an unfinished run, or holds something that is no run.
     """
     folder = Path(plan.run_dir)
-    check_folder(folder, fresh)
+    check_folder(plan.run_dir, fresh)
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
-        if folder.is_dir() and any(name for name in os.listdir(folder) if name != LOCK):
+        if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
             _set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("w")
@@ -77,13 +76,14 @@ def open_run_folder(plan: Plan, recipe: Recipe, fresh: bool) -> Iterator[Path]:
         yield folder
 
 
-def check_folder(folder: Path, fresh: bool) -> None:
-    """Raise Refused if a new run may not start in the folder; changes nothing."""
+def check_folder(run_dir: str, fresh: bool) -> None:
+    """Raise Refused if a new run may not start in the folder; changes nothing, so that every rank may ask."""
+    folder = Path(run_dir)
     if folder.exists() and not folder.is_dir():
         raise Refused(Problem("is a file, and the run folder would stand there", "Use --run-dir DIR", str(folder)))
     if not folder.is_dir():
         return
-    names = set(os.listdir(folder))
+    names = {path.name for path in folder.iterdir()}
     if not names:
         return
     if not names & set(OURS):

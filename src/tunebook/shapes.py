@@ -37,7 +37,7 @@ def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | N
     """Return the shape of a local model folder, of a model known here, or of one in the Hub's cache; else None."""
     local = Path(name_or_path).expanduser() / "config.json"
     if local.is_file():
-        return build_shape(json.loads(local.read_text(encoding="utf-8")), f"{name_or_path}/config.json")
+        return build_shape(_load_config(local), f"{name_or_path}/config.json")
     known = json.loads(files("tunebook").joinpath("facts/models.json").read_text(encoding="utf-8"))["models"]
     for name in (name_or_path, name_or_path.removesuffix("-Instruct")):
         if name in known:
@@ -51,7 +51,16 @@ def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | N
         return None
     if not isinstance(cached, str):
         return None
-    return build_shape(json.loads(Path(cached).read_text(encoding="utf-8")), "the Hub's cache")
+    return build_shape(_load_config(Path(cached)), "the Hub's cache")
+
+
+def _load_config(path: Path) -> Mapping[str, Any]:
+    """Read a config.json; one that cannot be read has no shape, and loading the model says what is wrong with it."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:

@@ -12,8 +12,6 @@ OUR_DEFAULTS: Final[Mapping[str, Any]] = {
     "activation_checkpointing": True,
     # Only trained parameters are reduced and all of them take part in each step; upstream's default walks the graph.
     "ddp_find_unused_parameters": False,
-    # Buffers (rotary frequencies) are equal on all ranks; broadcasting them would be one more collective per step.
-    "ddp_broadcast_buffers": False,
     # Once per epoch where data.validation holds rows out, else never.
     "eval_strategy": "epoch",
     "logging_steps": 10,

@@ -178,11 +178,13 @@ def _own_part(section: dict[str, Any] | None, kind: type) -> dict[str, Any]:
 
 def _resolved(sections: dict[str, dict[str, Any] | None], model: ModelSection, data: DataSection) -> dict[str, Any]:
     """Return the recipe as it stands after overrides, with tunebook's own defaults written out."""
+    # Without held-out rows there is nothing to answer, and the number would contradict that.
+    left_out = set() if data.validation else {"answer_rows"}
     full = {
         "model": model.model_dump(exclude_none=True),
         "quantization": sections.get("quantization"),
         "lora": sections.get("lora"),
-        "data": data.model_dump(exclude_none=True),
+        "data": data.model_dump(exclude_none=True, exclude=left_out),
         "training": sections.get("training") or {},
     }
     return {name: section for name, section in full.items() if section is not None}

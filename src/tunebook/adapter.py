@@ -1,0 +1,110 @@
+"""What comes out of a run: the adapter in PEFT's form, ready to be loaded.
+
+A full fine-tune has no adapter: its whole model is written in the same way, in the float32 it was trained in.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tunebook.lora_targets import ALL_LINEAR, short_names
+from tunebook.places import is_local
+from tunebook.quiet import quiet_libraries
+from tunebook.recipe.schema import Recipe
+from tunebook.writing import folder_beside, put_in_place
+
+
+def write_adapter(model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop_token_id: int) -> tuple[str, ...]:
+    """Write adapter (or model), tokenizer with chat template, and generation settings to `folder`, whole or not at all.
+
+    Called on rank 0 alone. Files are equal from run to run for equal weights. Returns notes for the user, such as that
+    the adapter names its base by a local path.
+    """
+    beside = folder_beside(folder)
+    with quiet_libraries():
+        if recipe.lora is None:
+            model.save_pretrained(beside)
+            notes: tuple[str, ...] = ()
+        else:
+            write_adapter_weights(model, beside)
+            notes = _write_adapter_config(model, recipe, beside)
+        tokenizer.save_pretrained(beside)
+    _write_generation_config(model, tokenizer, stop_token_id, beside)
+    put_in_place(beside, folder)
+    return notes
+
+
+def write_adapter_weights(model: Any, folder: Path) -> None:
+    """Write `adapter_model.safetensors` of a PeftModel into an existing folder."""
+    from safetensors.torch import save_file
+
+    save_file(adapter_tensors(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def adapter_tensors(model: Any) -> dict[str, Any]:
+    """Return what a run trains, by name, on the CPU: the adapter's tensors, or all weights of a full fine-tune."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    # The vocabulary is never resized here, so the base's embedding has no place in the adapter; asking peft to decide
+    # ("auto") makes it look for the base on the Hub.
+    is_adapter = isinstance(model, PeftModel)
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False) if is_adapter else model.state_dict()
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+
+
+def tensor_sha256(tensors: Mapping[str, Any]) -> str:
+    """Return one hash over name, type, shape and bytes of all tensors, sorted by name: of numbers, not of a file."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write_adapter_config(model: Any, recipe: Recipe, folder: Path) -> tuple[str, ...]:
+    """Write peft's own fields, in the order that makes two runs equal, with the base under its public name."""
+    written = model.peft_config["default"].to_dict()
+    given = (recipe.lora or {}).get("target_modules", ALL_LINEAR)
+    if isinstance(given, str) and given.lower() == ALL_LINEAR:
+        # peft writes full paths for small models and parts of them for large ones, in the order of a set.
+        written["target_modules"] = short_names(model.get_base_model(), model.targeted_module_names)
+    written = {name: sorted(value) if isinstance(value, set) else value for name, value in written.items()}
+    if isinstance(written["target_modules"], list):
+        written["target_modules"] = sorted(written["target_modules"])
+    base, revision, notes = _public_base(model, recipe)
+    written |= {"base_model_name_or_path": base, "revision": revision, "inference_mode": True}
+    _write_json(folder / "adapter_config.json", written)
+    return notes
+
+
+def _public_base(model: Any, recipe: Recipe) -> tuple[str, str | None, tuple[str, ...]]:
+    named = recipe.model
+    if named.base_id is not None:
+        return named.base_id, named.revision, ()
+    if not is_local(named.name_or_path):
+        return named.name_or_path, getattr(model.config, "_commit_hash", None) or named.revision, ()
+    note = f"the adapter names its base by the local path {named.name_or_path}; set model.base_id to its public name"
+    return named.name_or_path, None, (note,)
+
+
+def _write_generation_config(model: Any, tokenizer: Any, stop_token_id: int, folder: Path) -> None:
+    """Write the base's generation settings with the token that ends an answer among those that stop it.
+
+    They are written as plain JSON: transformers refuses to save some settings that published models have.
+    """
+    settings = model.generation_config.to_diff_dict()
+    written = {name: value for name, value in settings.items() if not name.startswith("_")}
+    stops = written.get("eos_token_id", tokenizer.eos_token_id)
+    stops = {stop_token_id, *(stops if isinstance(stops, list) else [stops] if stops is not None else [])}
+    written["eos_token_id"] = [stop_token_id, *sorted(stops - {stop_token_id})]
+    if tokenizer.pad_token_id is not None:
+        written["pad_token_id"] = tokenizer.pad_token_id
+    _write_json(folder / "generation_config.json", written)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,188 @@
+"""The model of a run: the base in the precision of the plan, on this process's own device, and LoRA on it.
+
+What is kept in which type: a base that is not trained (LoRA, QLoRA) is held in the compute type, its linear layers in 4
+or 8 bits where the recipe quantises; everything that is trained is held in float32, the base of a full fine-tune as
+well, and mixed precision computes it in the compute type. Small steps would be lost in 16-bit weights.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from tunebook.errors import Problem, Refused
+from tunebook.lora_targets import ALL_LINEAR, check_lora_names
+from tunebook.places import check_model_path, is_local, local_path
+from tunebook.plan import Plan
+from tunebook.quiet import quiet_libraries
+from tunebook.recipe.schema import Recipe
+from tunebook.world import World
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def build_model(recipe: Recipe, plan: Plan, world: World, tokenizer: Any) -> Any:
+    """Return the model to train on this process's device: a PeftModel, or the bare model for a full fine-tune.
+
+    The adapter starts from weights that depend on the recipe's seed alone: not on rank, world or quantisation (a 16-bit
+    compute type rounds the same draw). Raises Refused, before weights are read wherever that is
+    possible, when the base cannot be found or loaded, when it doesn't fit the tokenizer, or when `lora` names what it
+    doesn't have.
+    """
+    with quiet_libraries():
+        architecture = load_architecture(recipe)
+        check_base(recipe, architecture, tokenizer)
+        base = load_base(recipe, plan, world)
+        model = base if recipe.lora is None else _add_adapter(base, recipe, recipe.lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    model.config.use_cache = False
+    return model
+
+
+def load_architecture(recipe: Recipe) -> Any:
+    """Return the transformers config of the base; raise Refused when it is missing, unreachable or unknown."""
+    name = recipe.model.name_or_path
+    if problems := check_model_path(name):
+        raise Refused([replace(problem, where=recipe.path) for problem in problems])
+    if is_local(name) and not any((local_path(name) / file).is_file() for file in WEIGHT_FILES):
+        raise _refusal(recipe, f"no weights in {name}", f"It needs one of {', '.join(WEIGHT_FILES)}")
+    with _refusing(recipe, "cannot be read"):
+        return AutoConfig.from_pretrained(_source(recipe), revision=_revision(recipe))
+
+
+def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
+    """Build the model without weights and raise Refused with every reason why this recipe cannot train it."""
+    with _refusing(recipe, "cannot be built"), torch.device("meta"):
+        hollow = AutoModelForCausalLM.from_config(
+            copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
+        )
+    problems = _vocabulary_problems(recipe, hollow, tokenizer) + _precision_problems(recipe, architecture)
+    if recipe.lora is not None:
+        problems += check_lora_names(hollow, recipe.lora, recipe.path)
+    if problems:
+        raise Refused(problems)
+    if recipe.lora is not None:
+        _rehearse_adapter(hollow, recipe, recipe.lora)
+
+
+def keep_4bit_weights(model: Any) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16 when a model in eval mode reads them.
+
+    The packed form rounds the scales to bfloat16, computes in it, has no gradient, and stays for the training that
+    follows: an evaluation would change the base and cut the gradient of every layer below it (bitsandbytes 0.50,
+    Linear4bit.forward).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def load_base(recipe: Recipe, plan: Plan, world: World) -> Any:
+    """Return the base in the precision of the plan, quantised where the recipe says so, on this process's device.
+
+    Raises Refused where transformers cannot load it, or where the saved model lacks weights.
+    """
+    compute_dtype = getattr(torch, plan.compute_dtype)
+    quantization = None
+    if recipe.quantization is not None:
+        quantization = BitsAndBytesConfig(**{**recipe.quantization, "bnb_4bit_compute_dtype": compute_dtype})
+    with _refusing(recipe, "cannot be loaded"):
+        base, loading = AutoModelForCausalLM.from_pretrained(
+            _source(recipe),
+            revision=_revision(recipe),
+            dtype=torch.float32 if recipe.lora is None else compute_dtype,
+            quantization_config=quantization,
+            # One whole copy on each process's own device; "auto" would spread it over the devices of all of them.
+            device_map={"": world.device},
+            attn_implementation=recipe.model.attn_implementation,
+            output_loading_info=True,
+        )
+    if missing := sorted(loading["missing_keys"]):
+        message = f"the saved model lacks {len(missing)} weights, {missing[0]} first; they would be random"
+        raise _refusal(recipe, message, "Give a complete causal language model")
+    keep_4bit_weights(base)
+    return base
+
+
+def _add_adapter(base: Any, recipe: Recipe, lora: Mapping[str, Any]) -> Any:
+    from peft import get_peft_model
+
+    # Seeded here, at the last moment: whatever was drawn before, on this rank or in this world, no longer matters.
+    torch.manual_seed(recipe.seed)
+    with _refusing(recipe, "cannot take this adapter", key="lora"):
+        return get_peft_model(base, _lora_config(lora))
+
+
+def _rehearse_adapter(hollow: Any, recipe: Recipe, lora: Mapping[str, Any]) -> None:
+    """Add the adapter to the model without weights, to hear peft's objections before the real ones load."""
+    from peft import get_peft_model
+
+    # Other starts (PiSSA, OLoRA...) are drawn from the base's own weights, which are not there yet.
+    if lora.get("init_lora_weights", True) in (True, False, "gaussian"):
+        with _refusing(recipe, "cannot take this adapter", key="lora"):
+            get_peft_model(hollow, _lora_config(lora), low_cpu_mem_usage=True)
+
+
+def _lora_config(lora: Mapping[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(**{"target_modules": ALL_LINEAR, **copy.deepcopy(dict(lora)), "task_type": "CAUSAL_LM"})
+
+
+def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:
+    num_rows = hollow.get_input_embeddings().num_embeddings
+    largest = max(tokenizer.get_vocab().values())
+    if largest < num_rows:
+        return []
+    message = f"the tokenizer has ids up to {largest}, the embedding of {recipe.model.name_or_path} has {num_rows} rows"
+    fix = "Give the tokenizer and the weights of one model; adding tokens is not supported"
+    return [Problem(message, fix, recipe.path, "model.name_or_path")]
+
+
+def _precision_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
+    if recipe.lora is not None:
+        return []
+    if recipe.quantization is not None:
+        message = "quantised weights cannot be trained themselves"
+        return [Problem(message, "Add a lora section, or drop this one", recipe.path, "quantization")]
+    if getattr(architecture, "quantization_config", None) is not None:
+        message = f"{recipe.model.name_or_path} is saved quantised, and such weights cannot be trained themselves"
+        return [Problem(message, "Add a lora section", recipe.path, "model.name_or_path")]
+    return []
+
+
+def _source(recipe: Recipe) -> str:
+    name = recipe.model.name_or_path
+    return str(local_path(name)) if is_local(name) else name
+
+
+def _revision(recipe: Recipe) -> str:
+    return recipe.model.revision or "main"
+
+
+def _refusal(recipe: Recipe, message: str, fix: str = "", key: str = "model.name_or_path") -> Refused:
+    return Refused(Problem(message, fix, recipe.path, key))
+
+
+@contextlib.contextmanager
+def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Iterator[None]:
+    """Turn what the libraries raise about a user's input into a refusal of one line, with their own first words."""
+    try:
+        yield
+    except Refused:
+        raise
+    except (OSError, ValueError, ImportError, KeyError, TypeError, SafetensorError) as error:
+        reason = ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
+        raise _refusal(recipe, f"{recipe.model.name_or_path} {what}: {reason}", key=key) from error

@@ -1,0 +1,58 @@
+"""How a run ends for the person who started it: what was learned, where it is, and what to type next."""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from tunebook.plan import Plan
+from tunebook.plan_table import build_console, print_notes
+from tunebook.recipe.schema import Recipe
+from tunebook.run_folder import find_finished
+from tunebook.training.collectives import from_rank_0
+from tunebook.training.result import render_result_table
+from tunebook.training.run import RunResult
+from tunebook.training.summary import recipe_sha256
+from tunebook.world import World
+
+
+def show_result(result: RunResult, plan: Plan, world: World) -> None:
+    """Print on rank 0 the table of before and after, where the adapter is, and the next command."""
+    if not world.is_main:
+        return
+    console = build_console()
+    console.print(render_result_table(result), markup=False, soft_wrap=True)
+    print_notes(result.notes, console)
+    console.print(_render_places(plan.adapter_dir, plan.run_dir), markup=False, soft_wrap=True)
+
+
+def is_finished(recipe: Recipe, plan: Plan, data: Any, world: World, fresh: bool) -> bool:
+    """Return whether this very recipe and data have been trained to the end in the run folder; rank 0 says so.
+
+    Rank 0 decides for all, since only its machine need have the folder. `fresh` trains again in any case.
+    """
+    found = None
+    if world.is_main and not fresh:
+        found = find_finished(plan, recipe_sha256(recipe), data.data_fingerprint)
+    if world.is_main and found:
+        console = build_console()
+        loss = found.get("eval_loss")
+        held_out = f", held-out loss {loss:.4f}" if isinstance(loss, float) else ""
+        text = f"This recipe has finished already: {found['num_optimizer_steps']} steps{held_out}. --fresh repeats it."
+        console.print(text, markup=False, soft_wrap=True)
+        console.print(_render_places(found.get("adapter_dir") or plan.adapter_dir, plan.run_dir), markup=False)
+    return bool(from_rank_0(found is not None))
+
+
+def _render_places(adapter_dir: str, run_dir: str) -> str:
+    return f"adapter: {Path(adapter_dir)}\nnext:    {_command_name()} chat {shlex.quote(str(Path(run_dir)))}"
+
+
+def _command_name() -> str:
+    """Return `tunebook` as it can be typed here: by its path where the environment it is in is not activated."""
+    if shutil.which("tunebook"):
+        return "tunebook"
+    beside = Path(sys.executable).parent / "tunebook"
+    here = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
+    return shlex.quote(str(here))

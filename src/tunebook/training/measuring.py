@@ -1,0 +1,100 @@
+"""What a run costs: seconds spent training, tokens, and the peak of memory."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SAMPLE_SECONDS = 0.1
+
+
+class Stopwatch:
+    """Counts seconds between `start` and `stop`, without those inside `paused`."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds counted so far."""
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def start(self) -> None:
+        """Begin, or go on, counting."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop counting; does nothing when it doesn't run."""
+        self._seconds, self._since = self.seconds, None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Don't count what happens inside, such as an evaluation or the saving of a checkpoint."""
+        runs = self._since is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if runs:
+                self.start()
+
+
+@dataclass
+class TokenCounts:
+    """Tokens that went through the model in training on this process.
+
+    `processed` counts every position, `padded` those that hold no token of a row, `trained` the labels that count.
+    """
+
+    processed: int = 0
+    padded: int = 0
+    trained: int = 0
+
+
+class PeakMemory:
+    """The most memory that this process held at once, from its making to `stop`.
+
+    On a GPU what torch allocated there. On a CPU RssAnon of /proc/self/status, read ten times a second by a thread of
+    its own: resident memory as a whole would count the mapped model file. None where there is no such file.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._peak: int | None = None
+        self._done = threading.Event()
+        if device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            threading.Thread(target=self._sample, name="peak-memory", daemon=True).start()
+
+    def stop(self) -> int | None:
+        """End the sampling and return the peak in bytes."""
+        self._done.set()
+        if self._device.startswith("cuda"):
+            return int(torch.cuda.max_memory_allocated(self._device))
+        self._look()
+        return self._peak
+
+    def _sample(self) -> None:
+        while not self._done.is_set():
+            self._look()
+            self._done.wait(SAMPLE_SECONDS)
+
+    def _look(self) -> None:
+        now = anonymous_bytes()
+        if now is not None:
+            self._peak = max(self._peak or 0, now)
+
+
+def anonymous_bytes() -> int | None:
+    """Return this process's RssAnon in bytes, or None where the system doesn't tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return None

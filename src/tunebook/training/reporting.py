@@ -1,0 +1,114 @@
+"""What rank 0 shows while it trains, and metrics.jsonl: a progress bar on a terminal, plain lines elsewhere."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+# What a line of metrics.jsonl holds, where the event has it.
+RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss")
+
+
+class ProgressReport(TrainerCallback):  # type: ignore[misc]
+    """Shows each log and evaluation and appends it to metrics.jsonl; only rank 0 has one."""
+
+    def __init__(self, metrics_path: Path, console: Console | None = None) -> None:
+        self._metrics_path = metrics_path
+        self._console = console or Console()
+        self._began = time.monotonic()
+        self._training_began = self._began
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._num_steps_at_start = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock of the time left, and the bar on a terminal."""
+        self._training_began = time.monotonic()
+        self._num_steps_at_start = state.global_step
+        if self._console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=self._console)
+            self._task = self._progress.add_task("", total=state.max_steps, completed=state.global_step)
+            self._progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a log or an evaluation and show it; the closing summary of Trainer is neither."""
+        logs = logs or {}
+        if "loss" not in logs and "eval_loss" not in logs:
+            return
+        recorded = {name: logs[name] for name in RECORDED if name in logs}
+        self._record({"step": state.global_step, **recorded, "seconds": round(time.monotonic() - self._began, 3)})
+        if self._progress is not None and "loss" in logs:
+            self._progress.update(self._task, description=render_metrics(logs))
+        else:
+            self._print(self._render_line(state, logs))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the bar as it stands."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back, also on the way out of an error."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _render_line(self, state: TrainerState, logs: dict[str, float]) -> str:
+        done = state.global_step - self._num_steps_at_start
+        parts = ["before training"]
+        if state.global_step:
+            parts = [f"step {state.global_step}/{state.max_steps}", f"epoch {logs.get('epoch', 0.0):.2f}"]
+        parts.append(render_metrics(logs))
+        if "loss" in logs and done > 0:
+            left = (time.monotonic() - self._training_began) / done * (state.max_steps - state.global_step)
+            parts.append(f"{render_seconds(left)} left")
+        return "  ".join(parts)
+
+    def _record(self, event: dict[str, Any]) -> None:
+        self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def render_metrics(logs: dict[str, float]) -> str:
+    """Return loss, learning rate and gradient norm of a log, or the loss of an evaluation, as one short text."""
+    if "eval_loss" in logs:
+        return f"held-out loss {logs['eval_loss']:.4f}"
+    parts = [f"loss {logs['loss']:.4f}"]
+    if "learning_rate" in logs:
+        parts.append(f"learning rate {logs['learning_rate']:.2e}")
+    if "grad_norm" in logs:
+        parts.append(f"gradient norm {logs['grad_norm']:.3g}")
+    return "  ".join(parts)
+
+
+def render_seconds(seconds: float) -> str:
+    """Return a time such as `40 s`, `3 min` or `2.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

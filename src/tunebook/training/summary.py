@@ -1,0 +1,110 @@
+"""run_summary.json: what a run was and how it ended, on disk from its start."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from tunebook.data.prepare import PreparedData
+from tunebook.plan import Plan
+from tunebook.recipe.schema import Recipe
+from tunebook.run_folder import SUMMARY
+from tunebook.world import World
+from tunebook.writing import write_whole
+
+PACKAGES = ("tunebook", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The content of run_summary.json. What is not known yet, or not measured, is None."""
+
+    status: Literal["running", "completed", "interrupted", "failed"]
+    recipe: str
+    recipe_sha256: str
+    data_fingerprint: str
+    model: str
+    model_revision: str | None
+    method: str
+    compute_dtype: str
+    world_size: int
+    device: str
+    backend: str | None
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    learning_rate: float
+    seed: int
+    num_train_rows: int
+    num_eval_rows: int
+    num_quarantined_rows: int
+    num_truncated_rows: int
+    num_dropped_rows: int
+    versions: Mapping[str, str]
+    exit_code: int | None = None
+    error: str | None = None
+    num_optimizer_steps: int | None = None
+    trained_tokens: int | None = None
+    processed_tokens: int | None = None
+    padded_tokens: int | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
+    eval_loss_before: float | None = None
+    eval_loss: float | None = None
+    exact_match_before: float | None = None
+    exact_match_after: float | None = None
+    num_exact_match_rows: int = 0
+    tokens_per_second: float | None = None
+    training_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    wall_seconds: float | None = None
+    adapter_dir: str | None = None
+    adapter_sha256: str | None = None
+
+
+def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, model: Any) -> RunSummary:
+    """Return the summary of a run that begins, with what its recipe, plan, world, data and base say."""
+    return RunSummary(
+        status="running",
+        recipe=recipe.path,
+        recipe_sha256=recipe_sha256(recipe),
+        data_fingerprint=data.data_fingerprint,
+        model=recipe.model.name_or_path,
+        model_revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
+        method=plan.method,
+        compute_dtype=plan.compute_dtype,
+        world_size=world.num_processes,
+        device=world.device_type,
+        backend=world.backend,
+        per_device_train_batch_size=plan.per_device_train_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        global_batch_size=plan.global_batch_size,
+        learning_rate=plan.learning_rate,
+        seed=recipe.seed,
+        num_train_rows=data.num_train_rows,
+        num_eval_rows=data.num_eval_rows,
+        num_quarantined_rows=data.num_bad_rows,
+        num_truncated_rows=data.num_truncated_rows,
+        num_dropped_rows=data.num_dropped_rows,
+        versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    )
+
+
+def recipe_sha256(recipe: Recipe) -> str:
+    """Return a hash of what the recipe says after overrides: comments, key order and the file's place don't matter."""
+    return hashlib.sha256(json.dumps(recipe.resolved, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def write_summary(summary: RunSummary, run_dir: str) -> None:
+    """Write run_summary.json, whole or not at all."""
+    write_whole(Path(run_dir) / SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
+
+
+def failed_summary(summary: RunSummary, error: BaseException) -> RunSummary:
+    """Return the summary of a run that ended with `error`, naming the error at the root of it."""
+    status: Literal["interrupted", "failed"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    return replace(summary, status=status, exit_code=1, error=f"{type(error).__name__}: {error}".strip())

@@ -1,0 +1,182 @@
+"""transformers' Trainer, with the batches, the evaluation and the checks that exactness needs."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from tunebook.adapter import write_adapter_weights
+from tunebook.data.prepare import PreparedData
+from tunebook.errors import TrainingFailed
+from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, pad_right
+from tunebook.training.collectives import sum_over_processes
+from tunebook.training.loss import summed_token_loss
+from tunebook.training.measuring import Stopwatch, TokenCounts
+
+
+class RecipeTrainer(Trainer):  # type: ignore[misc]
+    """Trains on global batches that depend on seed, epoch and step alone, and evaluates each held-out token once.
+
+    The loss of a step is the sum over all labels of the global batch, on all processes, divided by their number. The
+    logged `loss` is the mean of that over the steps since the last log. `eval_loss` is the sum over all labels of the
+    held-out rows divided by their number, whatever the batch size and the number of processes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        data: PreparedData,
+        batches: GlobalBatchSampler,
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        self.batches = batches
+        self.tokens = TokenCounts()
+        self.stopwatch = Stopwatch()
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=pad_right,
+            train_dataset=Rows(data.train),
+            eval_dataset=Rows(data.evaluation) if data.num_eval_rows else None,
+            callbacks=[TrainingPace(batches, self.stopwatch), *callbacks],
+        )
+        self.remove_callback(PrinterCallback)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """Count the micro-batch's tokens from its shape, without touching the device, and train on it."""
+        num_row_tokens, num_trained_tokens = inputs.pop("num_row_tokens"), inputs.pop("num_trained_tokens")
+        self.tokens.processed += inputs["input_ids"].numel()
+        self.tokens.padded += inputs["input_ids"].numel() - num_row_tokens
+        self.tokens.trained += num_trained_tokens
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Trainer does, off the clock that measures training."""
+        with self.stopwatch.paused():
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        return metrics
+
+    def held_out_loss(self) -> float | None:
+        """Return the held-out loss of the weights as they stand, or None where no rows are held out.
+
+        It is measured now unless Trainer did so after the last step.
+        """
+        if self.eval_dataset is None:
+            return None
+        here = self.state.global_step
+        known = [past for past in self.state.log_history if past["step"] == here and "eval_loss" in past]
+        # The best checkpoint, loaded at the end, is not what the last evaluation saw.
+        if known and not self.args.load_best_model_at_end:
+            return float(known[-1]["eval_loss"])
+        return self.evaluate()["eval_loss"]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return this process's share of the rows in order, each row on one process only."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        batches = eval_batches(len(rows), self.args.eval_batch_size, self.args.world_size, self.args.process_index)
+        # A generator of its own: drawing the loader's seed from torch's would change the dropout of the next step.
+        return DataLoader(rows, batch_sampler=batches, collate_fn=self.data_collator, generator=torch.Generator())
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the token-weighted loss of all rows on all processes; no logits outlive their batch."""
+        was_training = self.model.training
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        num_tokens = 0
+        for batch in dataloader:
+            num_tokens += batch["num_trained_tokens"]
+            labels = self._prepare_input(batch["labels"])
+            inputs = self._prepare_input({name: batch[name] for name in ("input_ids", "attention_mask")})
+            with torch.no_grad(), self.accelerator.autocast():
+                total += summed_token_loss(self.model(**inputs, use_cache=False).logits, labels)
+        self.model.train(was_training)
+        loss, num_tokens_of_all = sum_over_processes([total.item(), num_tokens], self.args.device)
+        metrics = {f"{metric_key_prefix}_loss": loss / max(num_tokens_of_all, 1)}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as Trainer does; raise TrainingFailed, on every process alike, when the loss is no number any more."""
+        loss = logs.get("loss", 0.0)
+        if not math.isfinite(loss):
+            rate = logs.get("learning_rate", float("nan"))
+            raise TrainingFailed(
+                f"the loss became {loss} at or before step {self.state.global_step} (learning rate {rate:.3g}). Lower "
+                "training.learning_rate or add training.warmup_steps; instead of float16 use another model.dtype"
+            )
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return 0: the estimate would walk over all parameters at every micro-batch, and nothing reads it."""
+        return 0
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> GlobalBatchSampler:
+        return self.batches
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Spare DDP the broadcast of buffers in each step, which would overwrite what a rank's own rows made of them.
+
+        They are equal at the start. Set on the module, since the argument that accelerate passes on is deprecated.
+        """
+        model, dataloader = super()._prepare_for_training(*args, **kwargs)
+        if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
+            model.forward_sync_buffers = False
+        return model, dataloader
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self.stopwatch.paused():
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save an adapter without peft's blank model card and its look at the Hub for the base's vocabulary."""
+        if not isinstance(self.model, PeftModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_adapter_weights(self.model, folder)
+            self.model.peft_config["default"].save_pretrained(folder)
+
+
+class TrainingPace(TrainerCallback):  # type: ignore[misc]
+    """Tells the sampler each epoch's number, keeps the clock of training, and has the last step logged."""
+
+    def __init__(self, batches: GlobalBatchSampler, stopwatch: Stopwatch) -> None:
+        self._batches = batches
+        self._stopwatch = stopwatch
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock once everything is prepared."""
+        self._stopwatch.start()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the epoch: Trainer's own call stops at the wrappers that accelerate puts around a resumed sampler."""
+        self._batches.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log the last step whatever logging_steps is, so that the final loss is known."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the clock."""
+        self._stopwatch.stop()

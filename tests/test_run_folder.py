@@ -1,0 +1,99 @@
+"""The run folder: nothing of an earlier run is lost, nothing is made by a refused start, two runs never share it."""
+
+import fcntl
+import json
+
+import pytest
+
+from tunebook.errors import Refused
+from tunebook.plan import build_plan
+from tunebook.recipe.reading import load_recipe
+from tunebook.run_folder import check_folder, find_finished, open_run_folder
+from tunebook.world import World
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "case.yaml"
+    path.write_text("model: {name_or_path: a/b}\ndata: {path: a/b}\n")
+    return load_recipe(str(path))
+
+
+@pytest.fixture
+def plan(recipe, tmp_path):
+    return build_plan(recipe, World(), run_dir=str(tmp_path / "runs" / "case"))
+
+
+def finish(folder, status="completed", **more):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run_summary.json").write_text(json.dumps({"status": status, **more}))
+    (folder / "adapter").mkdir(exist_ok=True)
+
+
+def test_a_new_run_writes_its_recipe_and_plan(plan, recipe, tmp_path):
+    with open_run_folder(plan, recipe, fresh=False) as folder:
+        assert json.loads((folder / "plan.json").read_text())["run_dir"] == str(folder)
+        assert load_recipe(str(folder / "case.yaml")).resolved == recipe.resolved
+
+
+def test_a_finished_run_is_set_aside_whole(plan, recipe, tmp_path):
+    finish(tmp_path / "runs" / "case", note="keep me")
+    with open_run_folder(plan, recipe, fresh=False):
+        [aside] = (tmp_path / "runs").glob("case.*")
+        assert json.loads((aside / "run_summary.json").read_text())["note"] == "keep me"
+        assert (aside / "adapter").is_dir()
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
+def test_an_unfinished_run_refuses_unless_fresh(plan, recipe, tmp_path, status):
+    folder = tmp_path / "runs" / "case"
+    finish(folder, status)
+    with pytest.raises(Refused, match=f"unfinished run .{status}.*--fresh"):
+        check_folder(str(folder), fresh=False)
+    with open_run_folder(plan, recipe, fresh=True):
+        assert len(list((tmp_path / "runs").glob("case.*"))) == 1
+
+
+def test_setting_aside_twice_in_one_second_keeps_both(plan, recipe, tmp_path):
+    for _ in range(3):
+        finish(tmp_path / "runs" / "case")
+        with open_run_folder(plan, recipe, fresh=True):
+            pass
+    assert len(list((tmp_path / "runs").glob("case.*"))) == 3
+
+
+def test_two_runs_never_share_a_folder(plan, recipe):
+    with open_run_folder(plan, recipe, fresh=False) as folder:
+        with pytest.raises(Refused, match="in use"):
+            check_folder(str(folder), fresh=True)
+        with pytest.raises(Refused, match="in use"), open_run_folder(plan, recipe, fresh=True):
+            pass
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_folders_that_are_no_runs_are_left_alone(plan, recipe, tmp_path):
+    folder = tmp_path / "runs" / "case"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(Refused, match="no run"), open_run_folder(plan, recipe, fresh=True):
+        pass
+    assert (folder / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="is a file"):
+        check_folder(str(tmp_path / "file"), fresh=True)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_and_leaves_nothing(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    plan = build_plan(recipe, World(), run_dir=str(tmp_path / "file" / "runs"))
+    with pytest.raises(Refused, match="--run-dir"), open_run_folder(plan, recipe, fresh=False):
+        pass
+
+
+def test_finished_means_the_same_recipe_and_data(plan, tmp_path):
+    finish(tmp_path / "runs" / "case", recipe_sha256="r", data_fingerprint="d")
+    assert find_finished(plan, "r", "d") is not None
+    assert find_finished(plan, "r", "other") is find_finished(plan, "other", "d") is None
+    finish(tmp_path / "runs" / "case", "failed", recipe_sha256="r", data_fingerprint="d")
+    assert find_finished(plan, "r", "d") is None

@@ -1,0 +1,50 @@
+"""Files and folders are whole or absent."""
+
+import os
+
+import pytest
+
+from tunebook.writing import folder_beside, put_in_place, write_whole
+
+
+def names(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_text_is_replaced_whole(tmp_path):
+    path = tmp_path / "new" / "file.json"
+    write_whole(path, "one")
+    write_whole(path, "two")
+    assert path.read_text() == "two"
+    assert names(path.parent) == ["file.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    write_whole(path, "old")
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_folder_takes_the_place_of_an_earlier_one(tmp_path):
+    folder = tmp_path / "adapter"
+    for text in ("first", "second"):
+        beside = folder_beside(folder)
+        assert names(beside) == []
+        (beside / text).write_text(text)
+        put_in_place(beside, folder)
+        assert names(folder) == [text]
+    assert names(tmp_path) == ["adapter"]
+
+
+def test_what_a_broken_writing_left_is_not_taken_over(tmp_path):
+    folder = tmp_path / "adapter"
+    (folder_beside(folder) / "half").write_text("half")
+    beside = folder_beside(folder)
+    assert names(beside) == []
