@@ -74,6 +74,17 @@ def test_run_folder_is_what_the_design_says(quickstart):
     assert plan["num_optimizer_steps"] == read_summary(checkout)["num_optimizer_steps"]
 
 
+def test_the_next_command_answers_words_that_no_row_holds(quickstart):
+    checkout, result = quickstart
+    command = re.search(r"next: +(.*)", result.stdout)[1]
+    words = ["LOMIRA", "BEKUTO", "SAVINE", "ODARUP"]
+    questions = "".join(f"Write the word {word} backwards.\n" for word in words)
+    answered = type_command(f"printf {questions!r} | {command}", checkout)
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    right = sum(word[::-1] == line for word, line in zip(words, answered.stdout.splitlines(), strict=True))
+    assert right >= 3, answered.stdout
+
+
 def test_the_same_command_again_trains_nothing_and_says_so(quickstart):
     checkout, _ = quickstart
     before = read_summary(checkout)
@@ -98,7 +109,8 @@ def test_the_resolved_recipe_can_be_launched_as_it_is(quickstart):
 def test_4_bit_training_on_data_that_nobody_here_wrote(tmp_path):
     checkout = make_checkout(tmp_path)
     words = f"model.name_or_path={SHARED}/assets/stories260K data.path={SHARED}/data/alpaca_2000.json"
-    result = type_command(f"{CPU} finetune.py recipes/tiny_qlora.yaml {words} data.max_length=256", checkout)
+    words += " data.max_length=256 training.num_train_epochs=1 training.learning_rate=2e-3 data.answer_rows=0"
+    result = type_command(f"{CPU} finetune.py recipes/tiny_qlora.yaml {words}", checkout)
     assert result.returncode == 0, result.stderr[-3000:]
     summary = read_summary(checkout)
     assert summary["eval_loss_before"] - summary["eval_loss"] >= 1.0

@@ -19,7 +19,9 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 @pytest.fixture
 def plan_of(tmp_path):
-    def build(num_processes: int = 1, device: str = "cpu", sections: str = "", gpu_has_bf16: bool = True, **training: object):
+    def build(
+        num_processes: int = 1, device: str = "cpu", sections: str = "", gpu_has_bf16: bool = True, **training: object
+    ):
         lines = "".join(f"  {name}: {value}\n" for name, value in training.items())
         text = "model: {name_or_path: a/b}\ndata: {path: a/b}\nlora: {}\n"
         path = tmp_path / "case.yaml"
@@ -88,6 +90,7 @@ def test_rows_give_steps(plan_of):
     assert plan.num_optimizer_steps == 399
     assert with_rows(plan_of(1, max_steps=7), 100, 0.0, "--rows").num_optimizer_steps == 7
     assert with_rows(plan_of(1), 1, 0.0, "--rows").steps_per_epoch == 1
+    assert with_rows(plan_of(1, dataloader_drop_last="true"), 31, 0.0, "--rows").steps_per_epoch == 3
 
 
 def test_unknown_rows_are_none(plan_of):

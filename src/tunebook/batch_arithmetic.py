@@ -27,6 +27,17 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what if number == 1 else what + ('es' if what.endswith('s') else 's')}"
 
 
+def count_held_out(num_rows: int, fraction: float) -> int:
+    """Return how many of `num_rows` are held out: the nearest whole number, but at least one row on each side.
+
+    `num_rows` must be at least 2 where `fraction` is above 0.
+    """
+    if fraction == 0:
+        return 0
+    assert num_rows >= 2, "a split needs a row on each side"
+    return min(max(1, round(fraction * num_rows)), num_rows - 1)
+
+
 def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) -> Batches | None:
     """Return the batch arithmetic of a recipe on `num_processes`, or None after adding the reason to `problems`.
 

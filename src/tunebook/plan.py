@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tunebook.batch_arithmetic import derive_batches, scale_learning_rate
+from tunebook.batch_arithmetic import count_held_out, derive_batches, scale_learning_rate
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
@@ -50,6 +50,7 @@ class Plan:
     num_eval_rows: int | None
     steps_per_epoch: int | None
     num_optimizer_steps: int | None
+    dataloader_drop_last: bool
     max_length: int
     activation_checkpointing: bool
     seed: int
@@ -102,7 +103,9 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
 
 def with_rows(plan: Plan, num_rows: int, validation: float, origin: str) -> Plan:
     """Return the plan for `num_rows` usable rows, of which the fraction `validation` is held out."""
-    held_out = min(max(round(num_rows * validation), 1), num_rows - 1) if validation else 0
+    if validation and num_rows < 2:
+        raise Refused(Problem("1 row cannot be split", "Set data.validation: 0", plan.recipe, "data.validation"))
+    held_out = count_held_out(num_rows, validation)
     origins = {"num_train_rows": origin, "num_eval_rows": f"data.validation {validation:g} of {num_rows:,}"}
     return with_split(plan, num_rows - held_out, held_out, origins)
 
@@ -111,8 +114,11 @@ def with_split(plan: Plan, num_train_rows: int, num_eval_rows: int, origins: Map
     """Return the plan for a known split: steps per epoch are the global batches that the rows fill, the last one maybe
     in part; all steps are the epochs times that, rounded up as the Trainer does.
     """
-    steps = max(math.ceil(num_train_rows / plan.global_batch_size), 1)
-    arithmetic = {"steps_per_epoch": f"{num_train_rows:,} rows / {plan.global_batch_size}, rounded up"}
+    whole, rounded = math.ceil(num_train_rows / plan.global_batch_size), "up"
+    if plan.dataloader_drop_last:
+        whole, rounded = num_train_rows // plan.global_batch_size, "down: dataloader_drop_last"
+    steps = max(whole, 1)
+    arithmetic = {"steps_per_epoch": f"{num_train_rows:,} rows / {plan.global_batch_size}, rounded {rounded}"}
     total = plan.max_steps
     if plan.num_train_epochs is not None:
         total = math.ceil(plan.num_train_epochs * steps)
@@ -246,6 +252,7 @@ def _schedule(recipe: Recipe, world: World) -> dict[str, Setting]:
         "optim": Setting(optim.value or "adamw_torch_fused", optim.origin),
         "num_train_epochs": Setting(None, "max_steps decides") if limited else epochs,
         "max_steps": steps if limited else Setting(None, "num_train_epochs decides"),
+        "dataloader_drop_last": argument(recipe, "dataloader_drop_last"),
         "max_length": Setting(length, length_origin),
         "activation_checkpointing": argument(recipe, "activation_checkpointing"),
         "seed": argument(recipe, "seed"),
@@ -259,7 +266,7 @@ def _unknown_rows(recipe: Recipe) -> dict[str, Setting]:
     return {
         "num_train_rows": Setting(None, unknown),
         "num_eval_rows": Setting(None, unknown),
-        "steps_per_epoch": Setting(None, "rows / global batch, rounded up"),
+        "steps_per_epoch": Setting(None, "rows / global batch"),
         "num_optimizer_steps": Setting(steps if steps > 0 else None, "max_steps" if steps > 0 else "epochs x steps"),
     }
 

@@ -3,10 +3,13 @@
 import json
 import os
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tunebook.batch_arithmetic import counted
 from tunebook.command_line import Command
+from tunebook.places import is_local_data
 from tunebook.plan import Plan, build_plan, with_rows, with_split
 from tunebook.plan_table import build_console, print_notes, render_plan
 from tunebook.recipe.schema import Recipe
@@ -26,8 +29,26 @@ def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
     origins = {"num_train_rows": "prepared data", "num_eval_rows": "prepared data"}
     plan = with_split(plan, data.num_train_rows, data.num_eval_rows, origins)
     if world.is_main:
-        build_console().print(render_plan(plan))
+        console = build_console()
+        console.print(render_plan(plan))
+        print_notes(data.notes, console)
+        console.print(render_data(data, plan), soft_wrap=True, markup=False)
     return plan
+
+
+def render_data(data: "PreparedData", plan: Plan) -> str:
+    """Return what became of every row, on one line: none is lost without being counted."""
+    parts = [f"{data.num_train_rows:,} to train", f"{data.num_eval_rows:,} held out"]
+    if data.num_dropped_rows:
+        parts.append(f"{data.num_dropped_rows:,} dropped, cut before their response began")
+    if data.num_bad_rows:
+        parts.append(f"{data.num_bad_rows:,} unusable (quarantine.jsonl)")
+    cut = ""
+    if data.num_truncated_rows or data.num_dropped_rows:
+        cut = f"; data.max_length {plan.max_length} cut {data.num_truncated_rows:,} of these short"
+        cut += f" and {data.response_tokens_lost:,} response tokens off in all (longest row: {data.longest_row:,})"
+    trained = f"{data.trained_tokens:,} trained tokens per epoch"
+    return f"data: {data.num_rows:,} rows = {', '.join(parts)}{cut}; {trained}; prompts by {data.template}"
 
 
 def show_start(plan: Plan, world: World) -> None:
@@ -47,6 +68,9 @@ def show_plan(recipe: Recipe, command: Command) -> None:
     plan = plan_without_data(recipe, world, command.run_dir)
     if command.rows is not None:
         plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
+    elif is_local_data(recipe.data.path):
+        num_rows = _count_usable_rows(recipe)
+        plan = with_rows(plan, num_rows, recipe.data.validation, "usable rows, before data.max_length")
     if not world.is_main:
         return
     if command.json:
@@ -66,6 +90,15 @@ def _planned_world(recipe: Recipe, command: Command) -> World:
         # Nothing runs, so plain python on a machine with several GPUs means all of them.
         return world_of(num_gpus, "cuda", backend)
     return read_world(compute_dtype=recipe.model.dtype, ddp_backend=backend)
+
+
+def _count_usable_rows(recipe: Recipe) -> int:
+    """Read the local data once; raises Refused for what a run would refuse of it before it is tokenised."""
+    from tunebook.data.rows import open_source, scan_usable
+
+    with TemporaryDirectory() as folder:
+        scan = scan_usable(open_source(recipe.data), Path(folder) / "quarantine", recipe.data.max_bad_fraction)
+    return scan.num_rows - scan.num_bad_rows
 
 
 def _has_bf16(world: World) -> bool:

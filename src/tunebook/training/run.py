@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
-from tunebook.data.prepare import PreparedData
+from tunebook.data.prepare import PreparedData, write_quarantine
 from tunebook.model import build_model
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
@@ -80,6 +80,8 @@ def train(run: ReadyRun) -> RunResult:
     report = ProgressReport(Path(run.plan.run_dir) / "metrics.jsonl") if run.world.is_main else None
     memory = PeakMemory(run.world.device)
     _write_on_main(run, summary)
+    if run.world.is_main and run.data.num_bad_rows:
+        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
     try:
         trainer = build_trainer(run, report)
         before = measure_held_out(trainer, run)

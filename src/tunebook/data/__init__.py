@@ -1,0 +1,1 @@
+"""From rows to labelled tokens: reading, checking, prompting, tokenising and caching."""

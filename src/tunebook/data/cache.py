@@ -1,0 +1,113 @@
+"""A folder of prepared data: made once per machine by one process, whole or absent."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from tunebook.errors import Problem, Refused
+
+_MANIFEST = "manifest.json"
+# Long waits are normal (another process tokenises a large data set), so look rarely.
+_POLL_SECONDS = 0.2
+
+
+def cache_root() -> Path:
+    """Return the cache folder: TUNEBOOK_CACHE, or ~/.cache/tunebook."""
+    given = os.environ.get("TUNEBOOK_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "tunebook"
+
+
+def digest_of(parts: Mapping[str, Any]) -> str:
+    """Return the sha256 of everything that what is cached depends on; `parts` must be JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def load_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a prepared folder, or None where the folder is absent or a file of it is damaged.
+
+    The manifest is written last and holds the size of every file, so half-written folders are never taken for whole.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in manifest["file_sizes"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return manifest if sizes == manifest["file_sizes"] else None
+
+
+def load_or_make(folder: Path, make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the manifest of `folder`, after `make` filled it if it isn't there yet.
+
+    `make` writes files into the folder it is given and returns what the manifest is to say beside their sizes. Of
+    several processes one makes it and the others wait, for as long as it takes and without a process group. A process
+    that is killed leaves a partial folder that nobody reads and the next one removes. Raises `Refused` where the cache
+    can't be written.
+    """
+    manifest = load_manifest(folder)
+    if manifest:
+        return manifest
+    with _writable(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock", poll_interval=_POLL_SECONDS):
+            manifest = load_manifest(folder)
+            return manifest or _make_whole(folder, make)
+
+
+def _make_whole(folder: Path, make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    """Fill a partial folder beside `folder` and rename it into place; the caller holds the lock."""
+    for left in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(left)
+    partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex}")
+    partial.mkdir()
+    try:
+        facts = dict(make(partial))
+        facts["file_sizes"] = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        (partial / _MANIFEST).write_text(json.dumps(facts), encoding="utf-8")
+        _flush_to_disk(partial)
+        if folder.exists():  # damaged: a whole one would have been returned before
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return facts
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """Make the files durable before the rename, which could otherwise survive a power cut that they don't."""
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Turn a full disk or a folder without write permission into a refusal; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        fix = "Free some space, or set TUNEBOOK_CACHE to a folder with room"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Refused(Problem("no space left for the prepared data", fix, where=str(folder))) from error
+        if _concerns(error, folder) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            message = f"the cache folder can't be written: {error.strerror}"
+            raise Refused(Problem(message, "Set TUNEBOOK_CACHE to a folder you own", where=str(folder))) from error
+        raise
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Whether the error is about `folder`, something in it or a folder above it."""
+    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    return place is not None and (place in (folder, *folder.parents) or folder in place.parents)

@@ -1,0 +1,145 @@
+"""The data of a run: rows read, checked, prompted, tokenised and split, made once per machine and memory-mapped."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tunebook.data.cache import cache_root, digest_of, load_or_make
+from tunebook.data.prompts import Prompts, build_prompts
+from tunebook.data.rows import BadRow, Scan, Source, check_bad_fraction, open_source, read_quarantine
+from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE
+from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
+from tunebook.recipe.schema import Recipe
+
+# Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
+_VERSION = 1
+_BAD_ROWS_IN_MEMORY = 1000
+
+
+@dataclass(frozen=True)
+class HeldOutExample:
+    """A held-out row to answer before and after training.
+
+    `prompt` is what the user says, without template; `prompt_ids` is the templated prompt as generation sees it.
+    """
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Labelled tokens of both splits, and what became of every row.
+
+    `train` and `evaluation` are memory-mapped `datasets.Dataset`s with the columns input_ids and labels (lists of
+    int32; -100 where a label doesn't count) and length (tokens); `evaluation` is None without validation rows.
+    Train, eval, dropped and bad rows together are `num_rows`. `num_truncated_rows` were kept with a cut response,
+    `num_dropped_rows` had no response token left, `response_tokens_lost` counts both; `longest_row` is in tokens before
+    the cut. `trained_tokens` are the labels that count in one pass over `train`. `data_fingerprint` is the sha256 of
+    the source's content. `quarantined` holds the first bad rows, `write_quarantine` writes them all. `template` and
+    `notes` are for the user to read.
+    """
+
+    train: Any
+    evaluation: Any
+    examples: tuple[HeldOutExample, ...]
+    num_rows: int
+    num_bad_rows: int
+    num_train_rows: int
+    num_eval_rows: int
+    num_truncated_rows: int
+    num_dropped_rows: int
+    response_tokens_lost: int
+    longest_row: int
+    trained_tokens: int
+    data_fingerprint: str
+    stop_token_id: int
+    template: str
+    quarantined: tuple[BadRow, ...]
+    notes: tuple[str, ...]
+    folder: Path
+    source_names: tuple[str, ...]
+
+
+def prepare_data(recipe: Recipe, tokenizer: Any, report_progress: Progress | None = None) -> PreparedData:
+    """Return the recipe's data as labelled tokens, from the cache or made now.
+
+    Call it in every process, before a process group exists: one process per machine makes the data while the others
+    wait on a lock. `tokenizer` is a fast one from `load_tokenizer`. `report_progress` gets rows done and rows in all,
+    in the process that works. Raises `Refused` for unusable paths, columns, rows, templates and settings.
+    """
+    data = recipe.data
+    source = open_source(data)
+    prompts = build_prompts(tokenizer, data.template)
+    fingerprint = source.content_digest()
+    folder = cache_root() / "tokens" / _cache_key(recipe, tokenizer, prompts, fingerprint)
+    manifest = load_or_make(folder, Preparation(recipe, source, fingerprint, prompts, tokenizer, report_progress).make)
+    counts = manifest["counts"]
+    # Again for data that is in the cache already, where a recipe with another limit may have put it.
+    scan = Scan(counts["num_rows"], counts["num_bad_rows"])
+    check_bad_fraction(scan, read_quarantine(folder / QUARANTINE_FILE, source.names), data.max_bad_fraction)
+    return _load_prepared(folder, manifest, source, prompts, fingerprint)
+
+
+def write_quarantine(prepared: PreparedData, path: Path) -> None:
+    """Write every bad row to `path`, one JSON object per line with file, line (or row), field and reason."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in read_quarantine(prepared.folder / QUARANTINE_FILE, prepared.source_names):
+            entry = {"file": row.file, row.unit: row.number, "field": row.field, "reason": row.reason}
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: str) -> str:
+    """Return the sha256 of everything that the prepared files depend on."""
+    import tokenizers
+    import transformers
+
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    data = recipe.data
+    return digest_of(
+        {
+            "version": _VERSION,
+            "tokenizers": tokenizers.__version__,
+            "transformers": transformers.__version__,  # renders the chat template
+            "content": fingerprint,
+            "tokenizer": backend.to_str(),
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "template": [prompts.name, prompts.source],
+            "leading_ids": prompts.leading_ids,
+            "stop_token_id": prompts.stop_token_id,
+            "format": data.format,
+            "max_length": data.max_length,
+            "validation": data.validation,
+            "seed": recipe.data_seed,
+            "answer_rows": data.answer_rows,
+        }
+    )
+
+
+def _load_prepared(
+    folder: Path, manifest: Mapping[str, Any], source: Source, prompts: Prompts, fingerprint: str
+) -> PreparedData:
+    from datasets import Dataset
+
+    counts = manifest["counts"]
+    has_evaluation = counts["num_eval_rows"] > 0
+    examples = manifest["examples"]
+    return PreparedData(
+        train=Dataset.from_file(str(folder / TRAIN_FILE)),
+        evaluation=Dataset.from_file(str(folder / EVALUATION_FILE)) if has_evaluation else None,
+        examples=tuple(HeldOutExample(row["prompt"], tuple(row["prompt_ids"]), row["answer"]) for row in examples),
+        **counts,
+        data_fingerprint=fingerprint,
+        stop_token_id=prompts.stop_token_id,
+        template=prompts.name,
+        quarantined=tuple(islice(read_quarantine(folder / QUARANTINE_FILE, source.names), _BAD_ROWS_IN_MEMORY)),
+        notes=source.notes,
+        folder=folder,
+        source_names=source.names,
+    )

@@ -1,0 +1,136 @@
+"""From text to labelled ids: prompt and response are tokenised apart, so the border between them is exact.
+
+A prompt is tokenised alone, as generation does. A response is tokenised as what follows a prompt: without the prefix
+that some tokenizers put before a text. Where no token would reach across the border this gives the ids of the joined
+text; where one would (a response that begins with a line end, say), it gives what generation can produce.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tunebook.data.prompts import PROBE, Prompts, Turn
+
+# A text after which another is tokenised as a continuation, tried in this order: in few tokenizers a token holds any
+# of these together with what follows.
+_ANCHORS = ("\n", "x", "0", ".", ")")
+
+
+class EncodedTurn(NamedTuple):
+    """Ids of one row: the prompt with everything that stands before it, the response with the stop token."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+class TurnEncoder:
+    """Tokenises turns in batches on all cores with the Rust tokenizer behind a fast `transformers` tokenizer."""
+
+    def __init__(self, tokenizer: Any, prompts: Prompts) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._leading_ids = list(prompts.leading_ids)
+        self._stop_ids = [prompts.stop_token_id]
+        self._adds_prefix = self._finds_prefix()
+        self._sections = None if self._adds_prefix else _sections_of(tokenizer)
+        self._token_ids = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
+        self._known_sections: dict[str, list[int]] = {}
+        self._learn_sections(prompts.render([PROBE])[0].prompt)
+
+    def encode(self, turns: Sequence[Turn]) -> list[EncodedTurn]:
+        """Return the ids of each turn, in order."""
+        plain = [turn for turn in turns if not turn.marked]
+        prompts = iter(self._encode_prompts([turn.prompt for turn in plain]))
+        responses = iter(self._encode_continuations([turn.response for turn in plain]))
+        return [
+            self._encode_marked(turn)
+            if turn.marked
+            else EncodedTurn(self._leading_ids + next(prompts), next(responses) + self._stop_ids)
+            for turn in turns
+        ]
+
+    def _learn_sections(self, prompt: str) -> None:
+        """Remember the ids of what stands between the added tokens of a prompt, to make them once.
+
+        A chat template writes the same text around every row (a system turn, role names). Texts between added tokens
+        are tokenised independently of each other; where this prompt shows that they are not, nothing is remembered.
+        """
+        if self._sections is None:
+            return
+        parts = self._sections.split(prompt)
+        texts = sorted({part for part in parts[::2] if part})
+        self._known_sections = dict(zip(texts, self._encode(texts), strict=True))
+        if self._encode([prompt]) != [self._join(parts, self._known_sections)]:
+            self._sections, self._known_sections = None, {}
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, added tokens recognised, nothing added in front or behind."""
+        # transformers leaves the settings of its last call on the backend, and a tokenizer.json may bring its own.
+        self._backend.encode_special_tokens = False
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _finds_prefix(self) -> bool:
+        """Whether the tokenizer puts a prefix before a text that it does not put inside one (SentencePiece)."""
+        newline, letter, digit, with_letter, with_digit = self._encode(["\n", "a", "1", "\na", "\n1"])
+        return newline + letter != with_letter or newline + digit != with_digit
+
+    def _encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
+        if self._sections is None:
+            return self._encode(prompts)
+        split = [self._sections.split(prompt) for prompt in prompts]
+        new = {part for parts in split for part in parts[::2] if part and part not in self._known_sections}
+        sections = self._known_sections | dict(zip(new, self._encode(list(new)), strict=True))
+        return [self._join(parts, sections) for parts in split]
+
+    def _join(self, parts: Sequence[str], sections: dict[str, list[int]]) -> list[int]:
+        """Return the ids of a text that was split at its added tokens: text, token, text, token, ..., text."""
+        ids: list[int] = []
+        for index, part in enumerate(parts):
+            if index % 2:
+                ids.append(self._token_ids[part])
+            elif part:
+                ids += sections[part]
+        return ids
+
+    def _encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text as it stands after another text."""
+        if not self._adds_prefix:
+            return self._encode(texts)
+        ids: list[list[int] | None] = [None] * len(texts)
+        for anchor in _ANCHORS:
+            left = [index for index, found in enumerate(ids) if found is None]
+            if not left:
+                break
+            anchor_ids, *anchored = self._encode([anchor, *(anchor + texts[index] for index in left)])
+            for index, whole in zip(left, anchored, strict=True):
+                if whole[: len(anchor_ids)] == anchor_ids:
+                    ids[index] = whole[len(anchor_ids) :]
+        return [self._encode([text])[0] if found is None else found for text, found in zip(texts, ids, strict=True)]
+
+    def _encode_marked(self, turn: Turn) -> EncodedTurn:
+        """Return the ids of a turn with control tokens in the row's own text: those are encoded as plain text."""
+        from transformers.utils.chat_template_utils import encode_marked_chat
+
+        prompt_ids = encode_marked_chat(self._tokenizer, turn.prompt)
+        newline = self._encode(["\n"])[0]
+        response_ids = encode_marked_chat(self._tokenizer, "\n" + turn.response)
+        if response_ids[: len(newline)] == newline:
+            response_ids = response_ids[len(newline) :]
+        else:
+            response_ids = encode_marked_chat(self._tokenizer, turn.response)
+        return EncodedTurn(self._leading_ids + prompt_ids, response_ids + self._stop_ids)
+
+
+def _sections_of(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return the pattern that splits a text at its added tokens as the tokenizer does; None where it does more.
+
+    A token that takes the blanks beside it along, wants word borders or is looked for in normalised text is left to the
+    tokenizer itself.
+    """
+    added = list(tokenizer.added_tokens_decoder.values())
+    if not added or any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in added):
+        return None
+    longest_first = sorted((token.content for token in added), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")

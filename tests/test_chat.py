@@ -1,0 +1,41 @@
+"""Asking the model of a finished run."""
+
+import json
+
+import pytest
+
+from tunebook.chat import chat, load_run, load_trained
+from tunebook.errors import Refused
+
+
+def test_a_folder_without_a_finished_run_is_refused(tmp_path):
+    with pytest.raises(Refused, match=r"no run_summary\.json"):
+        load_run(str(tmp_path))
+    (tmp_path / "run_summary.json").write_text(json.dumps({"status": "failed"}))
+    with pytest.raises(Refused, match="failed"):
+        load_run(str(tmp_path))
+    (tmp_path / "run_summary.json").write_text(json.dumps({"status": "completed"}))
+    with pytest.raises(Refused, match="0 recipes"):
+        load_run(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["adapter", "whole model"])
+def test_the_model_that_answers_is_the_trained_one(tmp_path, capsys, monkeypatch, lora):
+    import training_scenarios
+    from tiny_training import build_base, build_data
+    from tunebook.adapter import adapter_tensors, tensor_sha256
+    from tunebook.process_group import process_group
+    from tunebook.training.run import train
+    from tunebook.world import World
+
+    build_base(tmp_path / "base")
+    with process_group(World()):
+        run = training_scenarios.run_of(tmp_path, World(), "run", build_data(num_examples=2), max_steps=2, lora=lora)
+        result = train(run)
+    trained = load_trained(run.recipe, run.plan)
+    assert tensor_sha256(adapter_tensors(trained.model)) == result.summary.adapter_sha256
+    monkeypatch.setattr("tunebook.chat.load_run", lambda run_dir: (run.recipe, run.plan))
+    monkeypatch.setattr("tunebook.chat.MAX_NEW_TOKENS", 5)
+    chat(run.plan.run_dir, ["Hello", "Hello again", "", "never asked"])
+    assert capsys.readouterr().out.count("\n") >= 2
