@@ -6,3 +6,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files that are slow as a whole when slow tests are: importing them would import torch."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return "pytestmark = pytest.mark.slow" in collection_path.read_text(encoding="utf-8") or None
+    return None

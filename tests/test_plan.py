@@ -1,5 +1,6 @@
 """The plan: batch arithmetic exact or refused, rates, precision, and the command that prints it."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tunebook.command_line import read_command
 from tunebook.errors import Refused
 from tunebook.plan import build_plan, with_rows
 from tunebook.recipe.reading import load_recipe
@@ -186,6 +188,8 @@ def test_counted_parameters_are_those_of_the_model_itself():
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from tunebook.quiet import quiet_libraries
+
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16, "pad_token_id": 0}
     for kind in ("qwen2", "qwen3", "llama", "mistral", "gemma2", "phi3"):
@@ -196,7 +200,8 @@ def test_counted_parameters_are_those_of_the_model_itself():
             shape = build_shape({**config.to_dict(), "model_type": kind}, "")
             assert shape is not None
             assert shape.num_parameters == model.num_parameters(), (kind, tied)
-            adapted = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+            with quiet_libraries():
+                adapted = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
             trainable = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
             assert count_lora_parameters(shape, {}, 3) == trainable, (kind, tied)
 
@@ -204,10 +209,17 @@ def test_counted_parameters_are_those_of_the_model_itself():
 # The command
 
 
-def plan_command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "finetune.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """Run the story of finetune.py in this process, in the root of the checkout, and return what it printed."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+    def run(*words: str) -> str:
+        importlib.import_module("finetune").finetune(read_command(words))
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -221,27 +233,42 @@ def test_every_shipped_recipe_loads_and_plans(recipe):
     assert first.startswith("# ") and ("GPU" in first or "CPU" in first), "the first comment names the hardware"
 
 
-def test_plan_as_json_for_a_world_that_is_not_there():
+def test_plan_as_json_for_a_world_that_is_not_there(typed):
     words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4", "--rows", "52002", "--json")
-    result = plan_command(*words, "training.learning_rate=1e-4")
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)
+    plan = json.loads(typed(*words, "training.learning_rate=1e-4"))
     assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 2)
     assert (plan["num_optimizer_steps"], plan["num_eval_rows"]) == (2391, 1040)
     assert (plan["learning_rate"], plan["origins"]["learning_rate"]) == (1e-4, "command line")
     assert set(plan["origins"]) == set(plan) - {"origins", "notes"}
 
 
-def test_plan_as_a_table_needs_neither_hub_nor_rows():
-    result = plan_command("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4")
-    assert result.returncode == 0, result.stderr
-    assert "4 processes x 8 rows x 2 micro-steps = 64 rows per step" in result.stdout
-    assert "training rows" in result.stdout and "unknown" in result.stdout
+def test_plan_as_a_table_needs_neither_hub_nor_rows(typed):
+    table = typed("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4")
+    assert "4 processes x 8 rows x 2 micro-steps = 64 rows per step" in table
+    assert "training rows" in table and "unknown" in table
     assert not (ROOT / "runs" / "qwen7b_qlora").exists()
 
 
+def test_plan_counts_local_rows_and_refuses_unusable_ones(typed, tmp_path):
+    rows = [{"instruction": "a", "output": "b"}] * 40
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "recipes/qwen7b_qlora.yaml",
+        "--plan",
+        "--json",
+        f"data.path={tmp_path}/rows.jsonl",
+        "data.validation=0.25",
+    )
+    plan = json.loads(typed(*words))
+    assert (plan["num_train_rows"], plan["num_eval_rows"], plan["steps_per_epoch"]) == (30, 10, 1)
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "a", "output": 3}\n' * 40)
+    message = refusal(typed, *words)
+    assert "40 of 40 rows" in message and "rows.jsonl:1" in message
+
+
 def test_a_plan_that_is_refused_ends_with_code_2_and_no_traceback():
-    result = plan_command("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "3")
+    words = ("finetune.py", "recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "3")
+    result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("refused: ") and "Traceback" not in result.stderr
 
@@ -253,13 +280,14 @@ def test_a_plan_that_is_refused_ends_with_code_2_and_no_traceback():
         (("recipes/qwen7b_qlora.yaml", "--plann"), "--plan"),
         (("recipes/qwen7b_qlora.yaml", "--rows", "3"), "Add --plan"),
         (("recipes/qwen7b_qlora.yaml", "--num-processes", "2"), "accelerate launch --num_processes"),
+        (("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "0"), "greater than or equal to 1"),
         (("recipes/qwen7b_qlora.yaml", "--plan", "--device", "cpu"), "--num-processes"),
+        (("recipes/qwen7b_qlora.yaml", "--run-dir", ""), "--run-dir is empty"),
         (("recipes/qwen7b_qlora.yaml", "recipes/tiny_qlora.yaml"), "one recipe"),
     ],
 )
-def test_a_command_line_that_is_wrong(words, said):
-    result = plan_command(*words)
-    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
+def test_a_command_line_that_is_wrong(typed, words, said):
+    assert said in refusal(typed, *words)
 
 
 def test_one_process_has_no_backend(plan_of):

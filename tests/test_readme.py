@@ -1,11 +1,13 @@
 """The README keeps its word: its commands run, its paths exist, its first command comes early."""
 
+import importlib
 import re
 import shlex
 
 import pytest
 
 from checkout import ROOT, make_checkout, type_command
+from tunebook.command_line import read_command
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Lines that need what a test machine lacks carry this mark, and are checked through --plan.
@@ -46,22 +48,19 @@ def test_every_path_exists():
     assert not missing
 
 
-def test_gpu_commands_plan_without_gpu_and_hub(tmp_path):
+def test_gpu_commands_plan_without_gpu_and_hub(monkeypatch, capsys):
     marked = [without_comment(command) for command in commands() if GPU_MARK in command]
     assert len(marked) >= 2
-    checkout = make_checkout(tmp_path)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    story = importlib.import_module("finetune").finetune
     for command in marked:
+        num = re.search(r"--(?:num_processes|nproc_per_node) (\d+)", command)
+        assert num, command
         words = shlex.split(command)
-        num = next(
-            (words[i + 1] for i, word in enumerate(words) if re.fullmatch(r"--(num_processes|nproc_per_node)", word)),
-            "1",
-        )
-        story = words[words.index("finetune.py") :]
-        if not (checkout / story[1]).exists():
-            (checkout / story[1]).write_text((checkout / "recipes" / "qwen7b_qlora.yaml").read_text())
-        result = type_command(f"python {shlex.join(story)} --plan --num-processes {num}", checkout)
-        assert result.returncode == 0, result.stderr
-        assert f"{num} process" in result.stdout
+        words = words[words.index("finetune.py") + 1 :]
+        story(read_command([*words, "--plan", "--num-processes", num[1]]))
+        assert f"plan: {num[1]} processes" in capsys.readouterr().out
 
 
 @pytest.mark.slow
