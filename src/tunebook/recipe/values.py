@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -34,12 +35,17 @@ def read_value(value: Any, annotation: Any) -> Any:
     """
     value = _as_meant(value, annotation)
     try:
-        read = TypeAdapter(annotation, config=ConfigDict(strict=True)).validate_python(value)
+        read = _adapter(annotation).validate_python(value)
     except ValidationError as error:
         raise WrongValue(f"got {shown(value)}, expected {described(annotation)}{_hint(value, annotation)}") from error
     if _has_nonfinite(read):
         raise WrongValue(f"got {shown(value)}, expected a finite number")
     return read
+
+
+@cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation, config=ConfigDict(strict=True))
 
 
 def _members(annotation: Any) -> Sequence[Any]:
