@@ -127,3 +127,16 @@ def test_an_unreadable_file_is_refused(folder):
 def test_looking_at_places_imports_nothing_heavy():
     code = "import sys, tunebook.places; print(*(name for name in ('torch', 'datasets', 'transformers', 'huggingface_hub') if name in sys.modules))"  # noqa: E501
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_a_name_with_an_owner_that_is_a_folder_here_is_taken_for_a_typo_only_beside_a_near_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets" / "tiny-qwen2").mkdir(parents=True)
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "quickstart.jsonl").write_text("{}")
+    [problem] = check_model_path("assets/tiny-qwen")
+    assert "does not exist" in problem.message and "tiny-qwen2" in problem.fix
+    [problem] = check_data_path("data/quickstart.json1")
+    assert "quickstart.jsonl" in problem.fix
+    assert check_model_path("Qwen/Qwen2.5-7B") == check_data_path("data/alpaca") == []

@@ -121,6 +121,11 @@ def _check_data_file(place: Path) -> list[Problem]:
 
 
 def _check_hub_id(name: str, key: str, local_form: str) -> list[Problem]:
+    folder = local_path(name).parent
+    near = difflib.get_close_matches(local_path(name).name, _names(folder, slash=False), n=1, cutoff=0.75)
+    if "/" in name and folder.is_dir() and near:
+        # assets/tiny-qwen for assets/tiny-qwen2: asking the Hub for it would end in a network error, or in a stranger.
+        return [Problem(f"{name} does not exist", f"The nearest name in {folder} is {near[0]}", key=key)]
     if _HUB_ID.fullmatch(name) and not name.endswith((".git", ".", "-")) and ".." not in name and "--" not in name:
         return []
     message = f"{name!r} is neither {local_form} on this machine, nor a Hub id such as owner/name"

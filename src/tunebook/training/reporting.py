@@ -32,7 +32,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self._training_began = time.monotonic()
         self._num_steps_at_start = state.global_step
         if self._console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(16), TextColumn("{task.description}"))
             self._progress = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=self._console)
             self._task = self._progress.add_task("", total=state.max_steps, completed=state.global_step)
             self._progress.start()
@@ -57,7 +57,9 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         recorded = {name: logs[name] for name in RECORDED if name in logs}
         self._record({"step": state.global_step, **recorded, "seconds": round(time.monotonic() - self._began, 3)})
         if self._progress is not None and "loss" in logs:
-            self._progress.update(self._task, description=render_metrics(logs))
+            # Loss and rate alone, so that the line fits a terminal of 80 columns.
+            shown = {name: logs[name] for name in ("loss", "learning_rate") if name in logs}
+            self._progress.update(self._task, description=render_metrics(shown))
         else:
             self._print(self._render_line(state, logs))
 
