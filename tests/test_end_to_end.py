@@ -105,6 +105,44 @@ def test_the_resolved_recipe_can_be_launched_as_it_is(quickstart):
     assert one["num_optimizer_steps"] == 2
 
 
+FIVE_MISTAKES = """\
+model: {name_or_path: assets/tiny-qwen2, dtype: float8}
+lora: {rr: 4}
+data: {path: data/nothing.jsonl}
+training:
+  learning_rte: 1e-4
+  optim: adamw
+"""
+# Runs finetune.py as the launcher would, and notes the code that this rank ends with.
+RANK = """\
+import os, runpy, sys
+from pathlib import Path
+try:
+    runpy.run_path("finetune.py", run_name="__main__")
+    code = 0
+except SystemExit as leaving:
+    code = leaving.code
+Path(f"code-{os.environ.get('RANK', '0')}").write_text(str(code))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 2", CPU])
+def test_five_mistakes_are_one_report_and_each_rank_ends_with_code_2(tmp_path, launcher):
+    checkout = make_checkout(tmp_path)
+    (checkout / "broken.yaml").write_text(FIVE_MISTAKES)
+    (checkout / "rank.py").write_text(RANK)
+    result = type_command(f"{launcher} rank.py broken.yaml", checkout)
+    output = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert output.count("refused: 5 problems") == 1
+    for key in ("model.dtype", "lora.rr", "data.path", "training.learning_rte", "training.optim"):
+        assert output.count(f" {key}: ") == 1, key
+    codes = [path.read_text() for path in sorted(checkout.glob("code-*"))]
+    assert codes == ["2"] * (1 if launcher == "python" else 2)
+    assert not (checkout / "runs").exists()
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared test data beside the checkout")
 def test_4_bit_training_on_data_that_nobody_here_wrote(tmp_path):
     checkout = make_checkout(tmp_path)

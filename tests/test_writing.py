@@ -48,3 +48,12 @@ def test_what_a_broken_writing_left_is_not_taken_over(tmp_path):
     (folder_beside(folder) / "half").write_text("half")
     beside = folder_beside(folder)
     assert names(beside) == []
+
+
+def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path):
+    beside = folder_beside(tmp_path / "adapter")
+    (beside / "private").write_text("x")
+    (beside / "private").chmod(0o600)
+    beside.chmod(0o755)
+    put_in_place(beside, tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "private").stat().st_mode & 0o777 == 0o644

@@ -28,6 +28,8 @@ def put_in_place(beside: Path, folder: Path) -> None:
     """Flush the files in `beside` and rename it to `folder`, in the place of an earlier one."""
     for path in beside.rglob("*"):
         if path.is_file():
+            # safetensors makes files that only their owner reads; who may read the folder may read what is in it.
+            path.chmod(beside.stat().st_mode & 0o666)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     earlier = folder.with_name(f".{folder.name}.earlier")
