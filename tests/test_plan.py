@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_batch_that_cannot_be_split_shows_numbers_and_ways_out(plan_of):
     message = refusal(plan_of, 3, global_batch_size=64, per_device_train_batch_size=8)
     for part in ("64 rows", "3 processes x 8 rows", "global_batch_size=48", "2 or 4 processes", "case.yaml"):
         assert part in message
+
+
+def test_a_huge_batch_that_cannot_be_split_answers_at_once(plan_of):
+    started = time.monotonic()
+    message = refusal(plan_of, 2, global_batch_size=1000000007, per_device_train_batch_size=1)
+    assert "1 process" in message and time.monotonic() - started < 1
+    assert "Use 1" in refusal(plan_of, 1, global_batch_size=1000000007, per_device_train_batch_size=9999)
 
 
 def test_the_classic_pair_grows_with_the_world(plan_of):

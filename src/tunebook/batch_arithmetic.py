@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tunebook.errors import Problem
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import training_keys
+from tunebook.recipe.values import nearest_divisors
 
 # The largest micro-batch chosen when a recipe gives only the global batch: TrainingArguments' own default.
 LARGEST_CHOSEN_MICRO_BATCH = 8
@@ -78,21 +79,19 @@ def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) 
 
 def _indivisible(recipe: Recipe, whole: int, micro: int, num_processes: int) -> Problem:
     step = num_processes * micro
-    fitting = [size for size in range(1, whole // num_processes + 1) if whole % (size * num_processes) == 0]
-    near = min(fitting, key=lambda size: abs(size - micro)) if fitting else None
-    wholes = sorted({max(whole // step, 1) * step, (whole // step + 1) * step})
-    fixes = [f"per_device_train_batch_size={near}"] if near else []
-    fixes += [f"global_batch_size={size}" for size in wholes]
-    worlds = [count for count in range(1, whole // micro + 1) if whole % (count * micro) == 0]
-    near_worlds = " or ".join(map(str, _nearest(worlds, num_processes)))
-    fixes += [f"{near_worlds} {'process' if near_worlds == '1' else 'processes'}"] if worlds else []
+    fixes = []
+    if whole % num_processes == 0:
+        [near] = nearest_divisors(whole // num_processes, micro, 1)
+        fixes.append(f"per_device_train_batch_size={near}")
+    fixes += [
+        f"global_batch_size={size}" for size in sorted({max(whole // step, 1) * step, (whole // step + 1) * step})
+    ]
+    if whole % micro == 0:
+        worlds = nearest_divisors(whole // micro, num_processes, 2)
+        fixes.append(f"{' or '.join(map(str, worlds))} {'process' if worlds == [1] else 'processes'}")
     share = f"{counted(num_processes, 'process')} x {counted(micro, 'row')}"
     message = f"{whole} rows are no whole number of micro-steps of {share}"
     return Problem(message, f"Use {', or '.join(fixes)}", recipe.path, "training.global_batch_size")
-
-
-def _nearest(counts: list[int], wanted: int) -> list[int]:
-    return sorted(sorted(counts, key=lambda count: abs(count - wanted))[:2])
 
 
 def scale_learning_rate(recipe: Recipe, rate: float, num_processes: int) -> tuple[float, str]:

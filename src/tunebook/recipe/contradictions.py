@@ -9,6 +9,7 @@ from typing import Any
 from tunebook.errors import Problem
 from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES
 from tunebook.recipe.source import Source
+from tunebook.recipe.values import nearest_divisors
 
 Report = Callable[[str, str, str], None]
 
@@ -133,9 +134,7 @@ def _check_global_batch(sections: Sections, report: Report) -> None:
         report("training.learning_rate_scaling", "is given beside global_batch_size", fix)
     micro = sections.get("training.per_device_train_batch_size", 1)
     if whole % micro:
-        near = [size for size in range(1, whole + 1) if whole % size == 0]
-        near = sorted(sorted(near, key=lambda size: abs(size - micro))[:2])
-        fix = f"Use {' or '.join(map(str, near))}"
+        fix = f"Use {' or '.join(map(str, nearest_divisors(whole, micro, 2)))}"
         report("training.per_device_train_batch_size", f"{micro} does not divide global_batch_size {whole}", fix)
 
 

@@ -129,3 +129,15 @@ def _hint(value: Any, annotation: Any) -> str:
     if str in members and isinstance(value, int | float) and not isinstance(value, bool):
         return " in quotes"
     return ""
+
+
+def nearest_divisors(whole: int, wanted: int, most: int) -> list[int]:
+    """Return up to `most` divisors of `whole` near `wanted`, smallest first; 1 if none is within some thousands."""
+    found: list[int] = []
+    for distance in range(4096):
+        for divisor in {wanted - distance, wanted + distance}:
+            if 1 <= divisor <= whole and whole % divisor == 0:
+                found.append(divisor)
+        if len(found) >= most:
+            break
+    return sorted(found[:most]) or [1]
