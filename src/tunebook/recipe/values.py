@@ -135,7 +135,7 @@ def nearest_divisors(whole: int, wanted: int, most: int) -> list[int]:
     """Return up to `most` divisors of `whole` near `wanted`, smallest first; 1 if none is within some thousands."""
     found: list[int] = []
     for distance in range(4096):
-        for divisor in {wanted - distance, wanted + distance}:
+        for divisor in (wanted - distance, wanted + distance) if distance else (wanted,):
             if 1 <= divisor <= whole and whole % divisor == 0:
                 found.append(divisor)
         if len(found) >= most:

@@ -58,7 +58,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self._record({"step": state.global_step, **recorded, "seconds": round(time.monotonic() - self._began, 3)})
         if self._progress is not None and "loss" in logs:
             # Loss and rate alone, so that the line fits a terminal of 80 columns.
-            shown = {name: logs[name] for name in ("loss", "learning_rate") if name in logs}
+            shown: dict[str, float] = {name: logs[name] for name in ("loss", "learning_rate") if name in logs}
             self._progress.update(self._task, description=render_metrics(shown))
         else:
             self._print(self._render_line(state, logs))
