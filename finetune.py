@@ -6,7 +6,8 @@ accelerate launch --num_processes 4 finetune.py recipes/qwen7b_qlora.yaml
 from tunebook.command_line import Command
 from tunebook.entry import run_rank
 from tunebook.planning import plan_with_data, plan_without_data, show_plan, show_start
-from tunebook.recipe.reading import load_recipe
+from tunebook.recipe.reading import load_recipe, placed_in
+from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import check_folder, hold_run_folder
 from tunebook.world import read_world
 
@@ -14,9 +15,12 @@ from tunebook.world import read_world
 def finetune(command: Command) -> None:
     """Run one rank: whatever can be refused is refused before the process group exists and weights load."""
     recipe = load_recipe(command.recipe, command.overrides)
-    if command.plan:
-        show_plan(recipe, command)
-        return
+    with placed_in(recipe):
+        show_plan(recipe, command) if command.plan else train_recipe(recipe, command)
+
+
+def train_recipe(recipe: Recipe, command: Command) -> None:
+    """Train an accepted recipe in the world that the launcher made."""
     world = read_world(compute_dtype=recipe.model.dtype, ddp_backend=recipe.arguments.get("ddp_backend"))
     plan = plan_without_data(recipe, world, command.run_dir)
     check_folder(plan.run_dir, command.fresh)

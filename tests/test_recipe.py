@@ -453,6 +453,109 @@ def test_an_override_mends_a_mistake_in_the_file(recipe):
     assert load_recipe(recipe("seed: x"), ["training.seed=3"]).seed == 3
 
 
+def test_null_on_the_command_line_drops_a_key_whatever_its_type(recipe):
+    written = recipe("seed: 7", "optim: sgd")
+    words = ["training.max_steps=null", "training.num_train_epochs=2", "training.seed=null", "lora.r=null"]
+    accepted = load_recipe(written, words)
+    assert (accepted.arguments, accepted.lora) == ({"num_train_epochs": 2.0, "optim": "sgd"}, {})
+    assert "data.path: is missing" in only_problem(written, "data.path=null")
+
+
+# What a reader of YAML can be given
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000, "9" * 400, "-" + "9" * 400, "1e999999"])
+@pytest.mark.parametrize("key", ["seed", "learning_rate"])
+def test_numbers_without_end_are_refused_in_file_and_command_line(recipe, digits, key):
+    assert f"training.{key}" in only_problem(recipe(f"{key}: {digits}"))
+    assert f"training.{key}" in only_problem(recipe(), f"training.{key}={digits}")
+
+
+@pytest.mark.parametrize("tag", ["!foo {r: 4}", "!!set {r}", "!!python/object:os.system {}", "!!omap []"])
+def test_tags_are_refused_on_every_kind_of_node(recipe, tag):
+    assert "tag" in only_problem(recipe(text=BASE.replace("lora:\n  r: 4", f"lora: {tag}")))
+
+
+def test_aliases_of_scalars_are_aliases_too(recipe):
+    assert "alias" in only_problem(recipe("weight_decay: &x 0.1", "label_smoothing_factor: *x"))
+
+
+def test_a_key_with_a_dot_does_not_lend_its_line_to_another(recipe):
+    found = problems(recipe("learning_rate: abc", text="training.learning_rate: 1\n" + BASE))
+    assert ":1: training.learning_rate is no key" in found[0] and ":11: training.learning_rate: got" in found[1]
+
+
+def test_names_of_modules_may_have_dots(recipe):
+    text = BASE.replace("r: 4", "rank_pattern: {model.layers.0.self_attn.q_proj: 8}")
+    assert load_recipe(recipe(text=text)).lora == {"rank_pattern": {"model.layers.0.self_attn.q_proj": 8}}
+
+
+def test_text_is_read_without_white_space_around_it(recipe):
+    text = BASE.replace("r: 4", "target_modules: >\n    all-linear\n")
+    assert load_recipe(recipe(text=text)).lora == {"target_modules": "all-linear"}
+
+
+def test_messages_hold_no_secret_and_no_control_character(recipe):
+    text = BASE.replace("org/tiny", "https://me:hf_abcdefghij@huggingface.co/a/b")
+    message = only_problem(recipe(text=text))
+    assert "hf_abc" not in message and "***@" in message
+    assert "\x1b" not in only_problem(recipe('"\\e[31mred": 1'))
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ("target_modules: '[q_proj'", "target_modules"),
+        ("exclude_modules: '('", "exclude_modules"),
+        ("rank_pattern: {'(': 4}", "rank_pattern"),
+        ("rank_pattern: {q_proj: abc}", "rank_pattern"),
+        ("alpha_pattern: {q_proj: -1}", "alpha_pattern"),
+        ("trainable_token_indices: {embed_tokens: abc}", "trainable_token_indices"),
+        ("layers_to_transform: [0]", "layers_to_transform"),
+        ("init_lora_weights: gausian", "init_lora_weights"),
+        ("alora_invocation_tokens: [1]", "alora_invocation_tokens"),
+        ("use_qalora: true", "use_qalora"),
+        ("fan_in_fan_out: true", "fan_in_fan_out"),
+    ],
+)
+def test_lora_keys_that_would_fail_late_or_do_nothing(recipe, lora, key):
+    assert f"lora.{key}" in only_problem(recipe(text=BASE.replace("r: 4", lora)))
+
+
+@pytest.mark.parametrize("start", ["orthogonal", "olora", "pissa_niter_4"])
+def test_starts_drawn_from_the_base_need_it_unquantised(recipe, start):
+    text = BASE.replace("r: 4", f"init_lora_weights: {start}")
+    assert load_recipe(recipe(text=text)).lora == {"init_lora_weights": start}
+    assert "quantised" in only_problem(recipe(text=text + "quantization: {load_in_4bit: true}\n"))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["liger_kernel_config: {rope: true}"],
+        ["optim_target_modules: all-linear"],
+        ["optim_args: a=1"],
+        ["torch_compile_mode: fast"],
+        ["debug: tpu_metrics_debug"],
+        ["metric_for_best_model: accuracy"],
+        ["greater_is_better: true"],
+        ["activation_checkpointing: false", "activation_checkpointing_kwargs: {preserve_rng_state: false}"],
+    ],
+)
+def test_training_keys_that_would_fail_late_or_do_nothing(recipe, lines):
+    assert f"training.{lines[-1].partition(':')[0]}" in only_problem(recipe(*lines))
+
+
+def test_revisions_of_local_places_have_no_effect(recipe, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    text = BASE.replace("org/tiny", f"{tmp_path}/model\n  revision: main")
+    text = text.replace("org/rows", f"{tmp_path}/rows.jsonl\n  revision: main\n  split: test")
+    found = problems(recipe(text=text))
+    assert [message.split(": ")[1] for message in found] == ["model.revision", "data.revision", "data.split"]
+
+
 # The whole
 
 

@@ -23,6 +23,8 @@ ORDER = [
     "recipe.upstream",
     "recipe.values",
     "recipe.names",
+    "recipe.checking",
+    "recipe.lora_checks",
     "recipe.contradictions",
     "recipe.reading",
     "recipe",

@@ -9,7 +9,9 @@ from typer.exceptions import TyperException
 from tunebook import __version__
 from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, Problem, Refused
+from tunebook.planning import plan_without_data
 from tunebook.recipe.reading import load_recipe
+from tunebook.world import count_gpus, world_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -40,7 +42,9 @@ def launch(
 
     words = [recipe, *context.args]
     command = read_command(words)
-    load_recipe(command.recipe, command.overrides)  # a typo answers before torch's agent is imported
+    accepted = load_recipe(command.recipe, command.overrides)
+    # What every rank would refuse is refused here already, before torch's agent is imported.
+    plan_without_data(accepted, world_of(num_processes, "cuda" if count_gpus() else "cpu"), command.run_dir)
     raise typer.Exit(launch_script(find_script(), words, num_processes))
 
 
@@ -65,3 +69,7 @@ def main() -> None:
             print(Refused(problem), file=sys.stderr)
         code = EXIT_REFUSED
     sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """What can go wrong for a user, and the exit code each kind ends with."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,14 @@ class Problem:
     def render(self) -> str:
         """Return `where: key: message. fix` on one line, leaving out what is unknown."""
         text = ": ".join(part for part in (self.where, self.key, self.message) if part)
-        return f"{text}. {self.fix}" if self.fix else text
+        return _shown_safely(f"{text.rstrip('.')}. {self.fix}" if self.fix else text)
+
+
+def _shown_safely(text: str) -> str:
+    """Return a text on one line, without control characters, and without the tokens that users paste into names."""
+    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
+    text = re.sub(r"\bhf_\w{6,}", "hf_***", text)
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 class Refused(ValueError):

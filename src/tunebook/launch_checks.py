@@ -41,7 +41,9 @@ def read_ranks(launch: Launch) -> tuple[Ranks, list[Problem]]:
     if size is None:
         return Ranks(), _check_stray_ranks(launch, numbers)
     names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not environ.get(name)] if size > 1 else []
+    # -1 is torch's old word for "not launched": beside a WORLD_SIZE it would wait for a rank 0 that never comes.
+    unset = [name for name in names if not environ.get(name) or environ[name].strip() == "-1"]
+    missing = unset if size > 1 else []
     if missing:
         are = "is" if len(missing) == 1 else "are"
         message = f"WORLD_SIZE is {size} but {', '.join(missing)} {are} not set, so no group can form"

@@ -69,6 +69,7 @@ def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
             copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
         )
     problems = _vocabulary_problems(recipe, hollow, tokenizer) + _precision_problems(recipe, architecture)
+    problems += _architecture_problems(recipe, architecture)
     if recipe.lora is not None:
         problems += check_lora_names(hollow, recipe.lora, recipe.path)
     if problems:
@@ -97,7 +98,11 @@ def load_base(recipe: Recipe, plan: Plan, world: World) -> Any:
     compute_dtype = getattr(torch, plan.compute_dtype)
     quantization = None
     if recipe.quantization is not None:
-        quantization = BitsAndBytesConfig(**{**recipe.quantization, "bnb_4bit_compute_dtype": compute_dtype})
+        given = {**recipe.quantization, "bnb_4bit_compute_dtype": compute_dtype}
+        if given.get("llm_int8_skip_modules"):
+            # A list replaces transformers' own, and a head tied to the embedding cannot be quantised.
+            given["llm_int8_skip_modules"] = sorted({*given["llm_int8_skip_modules"], "lm_head"})
+        quantization = BitsAndBytesConfig(**given)
     with _refusing(recipe, "cannot be loaded"):
         base, loading = AutoModelForCausalLM.from_pretrained(
             _source(recipe),
@@ -139,6 +144,25 @@ def _lora_config(lora: Mapping[str, Any]) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(**{"target_modules": ALL_LINEAR, **copy.deepcopy(dict(lora)), "task_type": "CAUSAL_LM"})
+
+
+def check_positions(recipe: Recipe, model: Any, longest_row: int) -> None:
+    """Raise Refused where a row is longer than the positions that the model knows."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    longest = min(longest_row, recipe.data.max_length)
+    if positions is not None and longest > positions:
+        message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
+        raise _refusal(recipe, message, f"Set data.max_length: {positions}", key="data.max_length")
+
+
+def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
+    """Refuse a model that was saved for another task: read as a causal one, it would look at what it has to predict."""
+    other = ("MaskedLM", "Classification", "QuestionAnswering", "NextSentence", "PreTraining", "MultipleChoice")
+    saved = next(iter(getattr(architecture, "architectures", None) or []), "")
+    if not any(task in saved for task in other):
+        return []
+    message = f"{recipe.model.name_or_path} is a {saved}, no causal language model"
+    return [Problem(message, "Give a model that generates text", recipe.path, "model.name_or_path")]
 
 
 def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:

@@ -193,7 +193,7 @@ def _method(recipe: Recipe) -> str:
 
 
 def _places(recipe: Recipe, run_dir: str | None) -> dict[str, Setting]:
-    folder = Path(run_dir) if run_dir else Path("runs") / recipe.stem
+    folder = Path(run_dir).expanduser() if run_dir else Path("runs") / recipe.stem
     return {
         "recipe": Setting(recipe.path, "command line"),
         "run_dir": Setting(str(folder), "--run-dir" if run_dir else "the recipe's file name"),

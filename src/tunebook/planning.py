@@ -32,6 +32,9 @@ def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
         console = build_console()
         console.print(render_plan(plan))
         print_notes(data.notes, console)
+        if plan.num_train_rows is not None and plan.num_train_rows < plan.global_batch_size:
+            text = f"{counted(plan.num_train_rows, 'row')} to train on do not fill the global batch of"
+            print_notes([f"{text} {plan.global_batch_size}: each step takes all of them"], console)
         console.print(render_data(data, plan), soft_wrap=True, markup=False)
     return plan
 

@@ -1,48 +1,21 @@
 """Keys that are each right and cannot stand together, or that this installation cannot serve."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 from tunebook.errors import Problem
+from tunebook.places import is_local, is_local_data
+from tunebook.recipe.checking import Report, Sections, Undecided
+from tunebook.recipe.lora_checks import LORA_CHECKS
 from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES
 from tunebook.recipe.source import Source
 from tunebook.recipe.values import nearest_divisors
 
-Report = Callable[[str, str, str], None]
-
 PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 STEP_KEYS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy", "logging_steps": "logging_strategy"}
-
-
-class Undecided(Exception):
-    """A check needs a key whose own value is already reported as wrong."""
-
-
-class Sections:
-    """The sections as they were read; asking for a key that is reported as wrong ends the check that asks."""
-
-    def __init__(self, sections: Mapping[str, dict[str, Any] | None], undecided: set[str]) -> None:
-        self.sections, self.undecided = sections, undecided
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key, or the default where it isn't written."""
-        section, _, name = key.partition(".")
-        if {section, key} & self.undecided:
-            raise Undecided(key)
-        return (self.sections.get(section) or {}).get(name, default)
-
-    def has(self, section: str) -> bool:
-        """Return whether a section stands in the recipe."""
-        if section in self.undecided:
-            raise Undecided(section)
-        return self.sections.get(section) is not None
-
-    def written(self, section: str) -> list[str]:
-        """Return the names of the keys in a section."""
-        return list(self.sections.get(section) or {}) if self.has(section) else []
 
 
 def find_contradictions(sections: Mapping[str, dict[str, Any] | None], source: Source) -> list[Problem]:
@@ -81,24 +54,6 @@ def _check_frozen_base(sections: Sections, report: Report) -> None:
     if sections.has("quantization") and not sections.has("lora"):
         fix = "Add `lora: {}`, or remove the quantization section for full fine-tuning"
         report("quantization", "quantised weights cannot be trained, and there is no lora section", fix)
-
-
-def _check_lora_targets(sections: Sections, report: Report) -> None:
-    for name in ("target_modules", "modules_to_save", "target_parameters"):
-        if sections.get(f"lora.{name}") in ([], ""):
-            report(f"lora.{name}", "is empty", "Name modules, or remove it; all linear layers are the default")
-    if sections.get("lora.layers_pattern") and sections.get("lora.layers_to_transform") is None:
-        fix = "Add layers_to_transform or remove it"
-        report("lora.layers_pattern", "has no effect without layers_to_transform", fix)
-
-
-def _check_lora_start(sections: Sections, report: Report) -> None:
-    start = sections.get("lora.init_lora_weights", True)
-    if start in ("corda", "eva", "loftq"):
-        report("lora.init_lora_weights", f"{start} needs a pass of its own before training", "Use true or gaussian")
-    elif isinstance(start, str) and start.startswith(("pissa", "olora")) and sections.has("quantization"):
-        fix = "Remove the quantization section, or use true or gaussian"
-        report("lora.init_lora_weights", f"{start} rewrites the base weights, which are quantised", fix)
 
 
 def _check_precision(sections: Sections, report: Report) -> None:
@@ -196,6 +151,15 @@ def _check_held_out(sections: Sections, report: Report) -> None:
 def _check_best_model(sections: Sections, report: Report) -> None:
     if not sections.get("data.validation", 0):
         return
+    metric, greater = sections.get("training.metric_for_best_model"), sections.get("training.greater_is_better")
+    if metric not in (None, "loss", "eval_loss"):
+        report(
+            "training.metric_for_best_model",
+            f"got {metric}, and the held-out loss is all that is measured",
+            "Remove it",
+        )
+    if greater:
+        report("training.greater_is_better", "the held-out loss is better when it is lower", "Remove it")
     best, save = sections.get("training.load_best_model_at_end"), sections.get("training.save_strategy")
     evaluate = sections.get("training.eval_strategy", "epoch")
     schedule = sections.get("training.lr_scheduler_type")
@@ -218,10 +182,36 @@ def _check_best_model(sections: Sections, report: Report) -> None:
 
 def _check_checkpointing(sections: Sections, report: Report) -> None:
     kwargs = sections.get("training.activation_checkpointing_kwargs") or {}
+    if kwargs and sections.get("training.activation_checkpointing", True) is False:
+        report(
+            "training.activation_checkpointing_kwargs",
+            "has no effect while activation_checkpointing is false",
+            "Remove it",
+        )
     if kwargs.get("use_reentrant"):
         fix = "Remove it; the non-reentrant form is used"
         message = "use_reentrant: true marks LoRA parameters ready twice, at which DDP stops"
         report("training.activation_checkpointing_kwargs", message, fix)
+
+
+def _check_idle_keys(sections: Sections, report: Report) -> None:
+    if sections.get("training.liger_kernel_config") and not sections.get("training.use_liger_kernel"):
+        report("training.liger_kernel_config", "has no effect without use_liger_kernel", "Remove it, or turn that on")
+    optimizer = sections.get("training.optim", "adamw_torch_fused")
+    if sections.get("training.optim_target_modules") and not optimizer.startswith(("galore", "apollo")):
+        report("training.optim_target_modules", f"has no effect on {optimizer}", "Remove it")
+    plain = ("adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor")
+    if sections.get("training.optim_args") and optimizer.startswith(plain) and not optimizer.endswith("bit"):
+        report("training.optim_args", f"has no effect on {optimizer}", "Remove it")
+
+
+def _check_local_revisions(sections: Sections, report: Report) -> None:
+    if sections.get("model.revision") and is_local(sections.get("model.name_or_path", "a/b")):
+        report("model.revision", "has no effect on a local folder", "Remove it")
+    if is_local_data(sections.get("data.path", "a/b")):
+        for name in ("revision", "split"):
+            if sections.get(f"data.{name}") is not None:
+                report(f"data.{name}", "has no effect on local files", "Remove it")
 
 
 def _check_reports(sections: Sections, report: Report) -> None:
@@ -249,10 +239,9 @@ def _check_packages(sections: Sections, report: Report) -> None:
 
 
 CHECKS = (
+    *LORA_CHECKS,
     _check_bits,
     _check_frozen_base,
-    _check_lora_targets,
-    _check_lora_start,
     _check_precision,
     _check_compute_type,
     _check_global_batch,
@@ -264,6 +253,8 @@ CHECKS = (
     _check_held_out,
     _check_best_model,
     _check_checkpointing,
+    _check_idle_keys,
+    _check_local_revisions,
     _check_reports,
     _check_packages,
 )

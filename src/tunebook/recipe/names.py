@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tunebook.recipe.rules import GONE, REFUSED, RENAMED
+from tunebook.recipe.rules import GONE, REFUSED, REFUSED_LORA, RENAMED
 from tunebook.recipe.schema import BatchSection, DataSection, ModelSection
 from tunebook.recipe.upstream import installed, lora_keys, quantization_keys, training_keys
 
@@ -18,13 +18,18 @@ REQUIRED = {"model": "name_or_path", "data": "path"}
 OWN: Mapping[str, type[BaseModel]] = {"model": ModelSection, "data": DataSection, "training": BatchSection}
 
 
+def refused_keys(section: str) -> Mapping[str, tuple[str, str]]:
+    """Return the upstream keys that a section doesn't take, each with the reason and what to do."""
+    return {"training": REFUSED, "lora": REFUSED_LORA}.get(section, {})
+
+
 @cache
 def known_keys(section: str) -> Mapping[str, Any]:
     """Return the keys that a section takes, with their types; those refused with a reason are not among them."""
     own = {name: field.annotation for name, field in OWN[section].model_fields.items()} if section in OWN else {}
     upstream = {"training": training_keys, "lora": lora_keys, "quantization": quantization_keys}
     theirs = {name: key.annotation for name, key in upstream[section]().items()} if section in upstream else {}
-    refused = REFUSED if section == "training" else {}
+    refused = refused_keys(section)
     return {name: annotation for name, annotation in {**own, **theirs}.items() if name not in refused}
 
 
@@ -53,8 +58,9 @@ def explain_unknown_section(name: str) -> Explained:
 
 def explain_unknown_key(section: str, name: str) -> Explained:
     """Return what is wrong with a key that its section doesn't take, and what to write."""
-    if section == "training" and name in REFUSED and name in training_keys():
-        return Explained(f"cannot be set: {REFUSED[name][0]}", REFUSED[name][1])
+    if name in refused_keys(section):
+        reason, fix = refused_keys(section)[name]
+        return Explained(f"cannot be set: {reason}", fix)
     near = _nearest(name, known_keys(section))
     found = _elsewhere(name)
     if found and not (near and _plain(near) == _plain(name)):

@@ -1,6 +1,7 @@
 """Reading a recipe: everything that can be wrong with it is found at once, before anything heavy is imported."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,8 +60,25 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
         lora=sections.get("lora"),
         resolved=_resolved(sections, model, data),
         overridden=frozenset(source.overridden),
+        places=dict(source.places),
         notes=tuple(notes),
     )
+
+
+@contextmanager
+def placed_in(recipe: Recipe) -> Iterator[None]:
+    """Give each problem found inside the line of the recipe's key that it names, where it names no other place."""
+    try:
+        yield
+    except Refused as refused:
+        problems = [_placed(problem, recipe) for problem in refused.problems]
+        raise Refused(problems) from refused
+
+
+def _placed(problem: Problem, recipe: Recipe) -> Problem:
+    if not problem.key or problem.where not in ("", recipe.path):
+        return problem
+    return replace(problem, where=recipe.places.get(problem.key, recipe.path))
 
 
 def _text_order(problem: Problem, path: str) -> tuple[int, int]:
@@ -105,6 +123,8 @@ def _read_section(section: str, written: dict[str, Any], source: Source) -> dict
     read: dict[str, Any] = {}
     for name, value in written.items():
         key = f"{section}.{name}"
+        if key in source.undecided:  # how it is written is wrong, which is reported
+            continue
         if name not in known:
             _add_unknown(source, key, explain_unknown_key(section, name))
             continue
@@ -180,6 +200,7 @@ def _resolved(sections: dict[str, dict[str, Any] | None], model: ModelSection, d
     """Return the recipe as it stands after overrides, with tunebook's own defaults written out."""
     # Without held-out rows there is nothing to answer, and the number would contradict that.
     left_out = set() if data.validation else {"answer_rows"}
+    left_out |= {"split"} - data.model_fields_set  # and a split has no effect on local files
     full = {
         "model": model.model_dump(exclude_none=True),
         "quantization": sections.get("quantization"),

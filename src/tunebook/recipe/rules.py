@@ -54,6 +54,18 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "hub_revision": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
 }
 
+# LoraConfig's arguments that a recipe cannot set.
+REFUSED_LORA: Final[Mapping[str, tuple[str, str]]] = {
+    "alora_invocation_tokens": ("the rows would have to hold the invocation tokens", "Remove it"),
+    "use_qalora": ("peft has it for GPTQ bases only", "Remove it"),
+    "qalora_group_size": ("peft has it for GPTQ bases only", "Remove it"),
+    "loftq_config": ("LoftQ needs a pass of its own before training", "Remove it"),
+    "megatron_config": ("the model is not sharded by Megatron", "Remove it"),
+    "megatron_core": ("the model is not sharded by Megatron", "Remove it"),
+    "fan_in_fan_out": ("peft finds out by itself which layers store their weights so", "Remove it"),
+    "ensure_weight_tying": ("tied copies of a layer cannot be saved in one file", "Remove it"),
+}
+
 # Names of other tools, of older releases and of the flat style, by what is written today.
 RENAMED: Final[Mapping[str, str]] = {
     "evaluation_strategy": "training.eval_strategy",

@@ -1,7 +1,7 @@
 """The sections of a recipe that are tunebook's own, and the recipe as the rest of the program sees it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -62,7 +62,8 @@ class Recipe:
     `arguments`, `quantization` and `lora` hold what the author wrote for TrainingArguments, BitsAndBytesConfig and
     LoraConfig, by their own names; `quantization` or `lora` is None where the section is absent. `resolved` is the
     whole recipe as nested plain values, which read again give the same recipe. `overridden` names the dotted keys that
-    came from the command line. `notes` are things the author should know, one line each.
+    came from the command line, `places` says where each key was written (`recipes/x.yaml:12`). `notes` are things the
+    author should know, one line each.
     """
 
     path: str
@@ -75,6 +76,7 @@ class Recipe:
     lora: Mapping[str, Any] | None
     resolved: Mapping[str, Any]
     overridden: frozenset[str] = frozenset()
+    places: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

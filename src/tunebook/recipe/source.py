@@ -21,7 +21,10 @@ TAG = "tag:yaml.org,2002:"
 # YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema): no underscores, no sexagesimals, no dates.
 CORE_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+# Python refuses to read integers of more than some thousand digits; no key takes one of a hundred.
+LONGEST_NUMBER = 100
 COMMAND_LINE = "command line"
+PLAIN_TAGS = {f"{TAG}{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "value")}
 
 
 @dataclass
@@ -123,9 +126,12 @@ class _Walk:
         lines: dict[str, list[Node]] = {}
         for key_node, value_node in node.value:
             name = key_node.value if isinstance(key_node, ScalarNode) else ""
-            if not name or not key_node.tag.startswith(f"{TAG}str"):
-                shown = name or "a list or mapping"
+            if not name or not str(key_node.tag).startswith(f"{TAG}str"):
+                shown = name or "an empty text, a list or a mapping"
                 self.problem(key_node, above, f"{shown} is no key", "Keys are names; put quotes around it if it is one")
+                continue
+            if "." in name and "." not in above:  # deeper, in a rank_pattern say, names of modules have dots
+                self.problem(key_node, above, f"{name} is no key: it has a dot", "Write it below its section")
                 continue
             key = f"{above}.{name}" if above else name
             lines.setdefault(name, []).append(key_node)
@@ -139,17 +145,17 @@ class _Walk:
         return values
 
     def value(self, node: Node, key: str) -> Any:
-        if id(node) in self.seen and not isinstance(node, ScalarNode):
+        if id(node) in self.seen:
             self.problem(node, key, "uses a YAML alias", "Write the value out; recipes are copied, not inherited")
             return None
         self.seen.add(id(node))
+        if str(node.tag) not in PLAIN_TAGS:
+            self.problem(node, key, f"uses the YAML tag {node.tag}", "Write a plain value")
+            return None
         if isinstance(node, MappingNode):
             return self.mapping(node, key)
         if isinstance(node, SequenceNode):
             return [self.value(item, key) for item in node.value]
-        if not str(node.tag).startswith(TAG) or "python" in str(node.tag):
-            self.problem(node, key, f"uses the YAML tag {node.tag}", "Write a plain value")
-            return None
         assert isinstance(node, ScalarNode)
         if node.value == "" and not node.style:
             self.source.blank.add(key)
@@ -161,9 +167,9 @@ def scalar_value(node: ScalarNode) -> Any:
     text, kind = node.value, str(node.tag).removeprefix(TAG)
     if kind == "null":
         return None
-    if kind == "bool":
+    if kind == "bool" and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if kind == "int" and CORE_INT.fullmatch(text):
+    if kind == "int" and CORE_INT.fullmatch(text) and len(text) <= LONGEST_NUMBER:
         return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
     if kind == "float":
         special = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
@@ -218,7 +224,11 @@ def _apply_override(key: str, text: str, where: str, source: Source) -> None:
         del source.places[written]
     source.places[key] = where
     source.overridden.add(key)
-    target[name] = _Walk("", source, where).value(node, key)
+    value = _Walk("", source, where).value(node, key)
+    if value is None and sections:
+        target.pop(name, None)  # null drops a key, as it drops a section
+    else:
+        target[name] = value
 
 
 def dotted_keys(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

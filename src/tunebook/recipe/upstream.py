@@ -35,12 +35,13 @@ def training_keys() -> Mapping[str, UpstreamKey]:
     keys = _dataclass_keys("transformers", "training_args.py", "TrainingArguments", enums)
     levels = Literal["debug", "info", "warning", "error", "critical", "passive"]
     reports: Any = Literal[(*reporting_integrations(), "all", "none")]
-    debug: Any = enums["DebugOption"]
+    modes = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     typed: dict[str, Any] = {
         "log_level": levels,
         "log_level_replica": levels,
         "report_to": Optional[Union[reports, list[reports]]],
-        "debug": Union[debug, list[debug]],
+        "debug": Literal["underflow_overflow"],
+        "torch_compile_mode": Optional[modes],
         # The class also takes JSON text here; a recipe writes a mapping.
         **{name: Optional[dict] for name in keys if name.endswith("_kwargs")},
     }
@@ -50,7 +51,10 @@ def training_keys() -> Mapping[str, UpstreamKey]:
 @cache
 def lora_keys() -> Mapping[str, UpstreamKey]:
     """Return the fields of peft.LoraConfig by name, without those that say what the adapter is for."""
-    return _dataclass_keys("peft", "tuners/lora/config.py", "LoraConfig", {})
+    keys = _dataclass_keys("peft", "tuners/lora/config.py", "LoraConfig", {})
+    # One of the names is a pattern, pissa_niter_[number of iters], so the names are checked with the contradictions.
+    start = UpstreamKey("init_lora_weights", Union[bool, str], keys["init_lora_weights"].default)
+    return {**keys, "init_lora_weights": start}
 
 
 @cache

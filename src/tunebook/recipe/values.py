@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tunebook.recipe.source import CORE_FLOAT, CORE_INT
+from tunebook.recipe.source import CORE_FLOAT, CORE_INT, LONGEST_NUMBER
 
 OFF_WORDS = {"no", "off", "false", "none"}
 NAMES = {
@@ -33,13 +33,13 @@ def read_value(value: Any, annotation: Any) -> Any:
     `"1e-4"` in quotes is a number where a number is due, a whole number is taken for a float, and no, off and none
     mean the word that the key has for it. Nothing else is converted: `"false"` is text, 1 is not true, 8.0 is no int.
     """
-    value = _as_meant(value, annotation)
+    value = _as_meant(value.strip() if isinstance(value, str) else value, annotation)
     try:
         read = _adapter(annotation).validate_python(value)
-    except ValidationError as error:
+    except (ValidationError, OverflowError) as error:
         raise WrongValue(f"got {shown(value)}, expected {described(annotation)}{_hint(value, annotation)}") from error
     if _has_nonfinite(read):
-        raise WrongValue(f"got {shown(value)}, expected a finite number")
+        raise WrongValue(f"got {shown(value)}, expected finite numbers")
     return read
 
 
@@ -64,11 +64,12 @@ def _as_meant(value: Any, annotation: Any) -> Any:
         return off
     if isinstance(value, str) and str not in members:
         text = value.strip()
-        if int in members and CORE_INT.fullmatch(text):
+        if int in members and CORE_INT.fullmatch(text) and len(text) <= LONGEST_NUMBER:
             return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
         if float in members and CORE_FLOAT.fullmatch(text):
             return float(text)
-    if isinstance(value, int) and not isinstance(value, bool) and float in members and int not in members:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and float in members and int not in members and abs(value) < 1e300:
         return float(value)
     return value
 
@@ -118,8 +119,8 @@ def _hint(value: Any, annotation: Any) -> str:
     members = _members(annotation)
     words = [word for member in members if get_origin(member) is Literal for word in _words(member)]
     if isinstance(value, str) and len(words) > 1:
-        near = [word for word in words if word.startswith(value)] or get_close_matches(value, words, n=1)
-        return f"; nearest: {near[0]}" if near else ""
+        near = nearest_word(value, words)
+        return f"; nearest: {near}" if near else ""
     if bool in members and isinstance(value, str):
         return " without quotes" if value.lower() in ("true", "false") else ""
     if int in members and isinstance(value, float) and math.isfinite(value) and value == int(value):
@@ -141,3 +142,9 @@ def nearest_divisors(whole: int, wanted: int, most: int) -> list[int]:
         if len(found) >= most:
             break
     return sorted(found[:most]) or [1]
+
+
+def nearest_word(written: str, words: Sequence[str]) -> str:
+    """Return the word that was probably meant: one that begins so, else one spelt alike, else ""."""
+    near = [word for word in words if word.startswith(written)] or get_close_matches(written, words, n=1)
+    return near[0] if near else ""

@@ -4,14 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from tunebook.errors import Problem, Refused
 from tunebook.plan import Plan
 from tunebook.recipe.defaults import CHECKPOINTING_KWARGS, FIXED_ARGUMENTS, OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
 from tunebook.world import World
+
+# Optimizers that are made from the model's own layers.
+NEED_THE_MODEL = ("galore", "apollo", "lomo", "adalomo")
 
 
 def build_training_arguments(recipe: Recipe, plan: Plan, world: World) -> TrainingArguments:
@@ -23,6 +27,9 @@ def build_training_arguments(recipe: Recipe, plan: Plan, world: World) -> Traini
     assert PartialState._shared_state, "the process group, or the state of a single process, comes first"
     values = {**OUR_DEFAULTS, **recipe.arguments, **FIXED_ARGUMENTS, **_planned(recipe, plan, world)}
     values |= _strategies(recipe, values)
+    values["report_to"] = values["report_to"] or "none"
+    if values.get("save_strategy") == "best":
+        values.setdefault("metric_for_best_model", "loss")
     if plan.num_train_epochs is not None:
         values["num_train_epochs"] = plan.num_train_epochs
     # In the same memory as training: without gradients the same rows need less.
@@ -31,6 +38,25 @@ def build_training_arguments(recipe: Recipe, plan: Plan, world: World) -> Traini
         return TrainingArguments(**values)
     except (ValueError, ImportError, TypeError, NotImplementedError) as error:
         raise Refused(Problem(" ".join(str(error).split()), where=recipe.path, key="training")) from error
+
+
+def check_schedule(arguments: TrainingArguments, plan: Plan) -> None:
+    """Build the schedule on a single number and look the optimizer up, to hear objections before any weights load."""
+    key = "training.optim_args" if arguments.optim_args else "training.optim"
+    steps = plan.num_optimizer_steps or 1
+    try:
+        if not str(arguments.optim.value).startswith(NEED_THE_MODEL):
+            Trainer.get_optimizer_cls_and_kwargs(arguments)
+        key = "training.lr_scheduler_kwargs" if arguments.lr_scheduler_kwargs else "training.lr_scheduler_type"
+        get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate),
+            num_warmup_steps=arguments.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+        )
+    except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError) as error:
+        raise Refused(Problem(" ".join(str(error).split()), "transformers documents what it takes", key=key)) from error
 
 
 def _strategies(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:

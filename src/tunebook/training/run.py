@@ -5,22 +5,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
 from tunebook.data.prepare import PreparedData, write_quarantine
-from tunebook.model import build_model
+from tunebook.model import build_model, check_positions
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
 from tunebook.training.answers import greedy_answers, num_exact_matches
-from tunebook.training.arguments import build_training_arguments
+from tunebook.training.arguments import build_training_arguments, check_schedule
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches
 from tunebook.training.collectives import largest_over_processes, sum_over_processes, wait_for_all
 from tunebook.training.measuring import PeakMemory
 from tunebook.training.reporting import ProgressReport
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
-from tunebook.training.trainer import RecipeTrainer
+from tunebook.training.trainer import RecipeTrainer, diverged
 from tunebook.world import World
 
 
@@ -67,7 +68,9 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
         layout = BatchLayout(plan.global_batch_size, world.num_processes, plan.gradient_accumulation_steps, world.rank)
         lengths = data.train["length"]
         batches = build_train_batches(lengths, layout, recipe.data_seed, arguments.dataloader_drop_last)
+        check_schedule(arguments, plan)
         model = build_model(recipe, plan, world, tokenizer)
+        check_positions(recipe, model, data.longest_row)
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, began)
 
 
@@ -88,6 +91,7 @@ def train(run: ReadyRun) -> RunResult:
         summary = replace(summary, eval_loss_before=before.loss, exact_match_before=_share(before, run))
         trainer.train()
         after = measure_held_out(trainer, run)
+        _check_finite(trainer.model)
         notes = _write_adapter_on_main(run, trainer.model)
         summary = _complete(summary, run, trainer, memory, after)
         _write_on_main(run, summary)
@@ -111,6 +115,13 @@ def measure_held_out(trainer: RecipeTrainer, run: ReadyRun) -> HeldOut:
     """Return the held-out loss and the answers to held-out prompts, as the weights stand now."""
     answers = greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype)
     return HeldOut(trainer.held_out_loss(), tuple(answers), num_exact_matches(run.data.examples, answers))
+
+
+def _check_finite(model: Any) -> None:
+    """Raise TrainingFailed, on every process alike, rather than hand out weights that are no numbers."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not torch.isfinite(weight).all():
+            raise diverged(f"after the last step {name} holds values that are no finite numbers")
 
 
 def _complete(

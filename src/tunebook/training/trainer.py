@@ -110,13 +110,9 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does; raise TrainingFailed, on every process alike, when the loss is no number any more."""
-        loss = logs.get("loss", 0.0)
-        if not math.isfinite(loss):
-            rate = logs.get("learning_rate", float("nan"))
-            raise TrainingFailed(
-                f"the loss became {loss} at or before step {self.state.global_step} (learning rate {rate:.3g}). Lower "
-                "training.learning_rate or add training.warmup_steps; instead of float16 use another model.dtype"
-            )
+        for name in ("loss", "eval_loss"):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise diverged(f"the {name} became {logs[name]} at or before step {self.state.global_step}")
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -149,6 +145,12 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
             folder.mkdir(parents=True, exist_ok=True)
             write_adapter_weights(self.model, folder)
             self.model.peft_config["default"].save_pretrained(folder)
+
+
+def diverged(what: str) -> TrainingFailed:
+    """Return the failure of a run whose numbers are none any more, with what usually helps."""
+    advice = "Lower training.learning_rate or add training.warmup_steps; instead of float16 use another model.dtype"
+    return TrainingFailed(f"{what}. {advice}")
 
 
 class TrainingPace(TrainerCallback):  # type: ignore[misc]

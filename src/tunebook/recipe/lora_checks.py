@@ -1,0 +1,77 @@
+"""What in a lora section cannot work, as far as it can be told without the model."""
+
+import re
+from typing import Any
+
+from tunebook.recipe.checking import Report, Sections
+from tunebook.recipe.values import nearest_word, shown
+
+# What init_lora_weights takes beside true and false; pissa_niter_N is one more.
+STARTS = ("gaussian", "olora", "pissa", "orthogonal", "mica", "corda", "eva", "loftq")
+# These draw the adapter from the base's own weights, which must be there unquantised.
+NEED_WEIGHTS = ("pissa", "olora", "orthogonal")
+NEED_DATA = ("corda", "eva", "loftq")
+
+
+def _check_targets(sections: Sections, report: Report) -> None:
+    for name in ("target_modules", "modules_to_save", "target_parameters"):
+        if sections.get(f"lora.{name}") in ([], ""):
+            report(f"lora.{name}", "is empty", "Name modules, or remove it; all linear layers are the default")
+    for name in ("target_modules", "exclude_modules"):
+        pattern = sections.get(f"lora.{name}")
+        if isinstance(pattern, str) and (error := _regex_error(pattern)):
+            report(f"lora.{name}", f"is no regular expression: {error}", "Mend it, or give a list of names")
+
+
+def _check_layers(sections: Sections, report: Report) -> None:
+    layers = sections.get("lora.layers_to_transform")
+    if sections.get("lora.layers_pattern") and layers is None:
+        report(
+            "lora.layers_pattern", "has no effect without layers_to_transform", "Add layers_to_transform or remove it"
+        )
+    if layers is not None and not isinstance(sections.get("lora.target_modules"), list):
+        fix = "Add target_modules: [q_proj, v_proj] or the like"
+        report("lora.layers_to_transform", "needs a list of names in target_modules", fix)
+
+
+def _check_patterns(sections: Sections, report: Report) -> None:
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern, number in (sections.get(f"lora.{name}") or {}).items():
+            if error := _regex_error(pattern):
+                report(f"lora.{name}", f"{pattern} is no regular expression: {error}", "Mend it")
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                report(f"lora.{name}", f"{pattern} has {shown(number)}, expected a whole number, at least 1", "Mend it")
+
+
+def _check_token_indices(sections: Sections, report: Report) -> None:
+    given: Any = sections.get("lora.trainable_token_indices")
+    for indices in given.values() if isinstance(given, dict) else [given or []]:
+        if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
+            report("lora.trainable_token_indices", f"got {shown(indices)}, expected a list of token ids", "Mend it")
+
+
+def _check_start(sections: Sections, report: Report) -> None:
+    start = sections.get("lora.init_lora_weights", True)
+    if not isinstance(start, str):
+        return
+    key, kind = "lora.init_lora_weights", start.partition("_")[0]
+    if start not in STARTS and not re.fullmatch(r"pissa_niter_[1-9]\d*", start):
+        near = nearest_word(start, STARTS)
+        allowed = f"true, false, pissa_niter_N or {', '.join(STARTS)}"
+        report(key, f"got {shown(start)}, expected {allowed}", f"Nearest: {near}" if near else "Use true")
+    elif kind in NEED_DATA:
+        report(key, f"{start} needs a pass of its own before training", "Use true or gaussian")
+    elif kind in NEED_WEIGHTS and sections.has("quantization"):
+        fix = "Remove the quantization section, or use true or gaussian"
+        report(key, f"{start} is drawn from the base weights, which are quantised", fix)
+
+
+def _regex_error(pattern: object) -> str:
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        return str(error)
+    return ""
+
+
+LORA_CHECKS = (_check_targets, _check_layers, _check_patterns, _check_token_indices, _check_start)
