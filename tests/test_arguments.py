@@ -8,7 +8,7 @@ from tiny_training import build_data, build_recipe, plan_of
 from tunebook.errors import Refused
 from tunebook.process_group import start_process_group, stop_process_group
 from tunebook.recipe.defaults import FIXED_ARGUMENTS, OUR_DEFAULTS
-from tunebook.training.arguments import build_training_arguments
+from tunebook.training.arguments import build_training_arguments, check_schedule
 from tunebook.world import World
 
 pytestmark = pytest.mark.slow
@@ -97,3 +97,41 @@ def test_upstream_defaults_that_ours_replace_are_what_they_were():
     assert upstream["train_sampling_strategy"] != "batch_rebalance"
     assert upstream["ddp_find_unused_parameters"] is None
     assert not upstream["activation_checkpointing"]
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ({"lr_scheduler_kwargs": {"num_cycle": 2}}, "training.lr_scheduler_kwargs"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "training.lr_scheduler_type"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "training.lr_scheduler_type"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "training.lr_scheduler_type"),
+        ({"optim": "adamw_8bit", "optim_args": "foo"}, "training.optim_args"),
+    ],
+)
+def test_a_schedule_or_optimizer_that_cannot_be_made_is_refused_before_weights_load(written, key):
+    plan = plan_of(build_recipe("org/tiny", **written), World(), build_data(), "runs/tiny")
+    with pytest.raises(Refused) as refused:
+        check_schedule(arguments_of(**written), plan)
+    assert [problem.key for problem in refused.value.problems] == [key]
+
+
+def test_every_schedule_that_works_is_let_through():
+    plan = plan_of(build_recipe("org/tiny"), World(), build_data(), "runs/tiny")
+    for kind in (
+        "linear",
+        "cosine",
+        "constant",
+        "constant_with_warmup",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_restarts",
+    ):
+        check_schedule(arguments_of(lr_scheduler_type=kind, warmup_steps=0.5), plan)
+    check_schedule(arguments_of(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}), plan)
+
+
+def test_the_best_checkpoint_is_chosen_by_the_held_out_loss():
+    arguments = arguments_of(save_strategy="best")
+    assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("loss", False)
+    assert arguments_of(report_to=None).report_to == []

@@ -13,7 +13,7 @@ from tiny_training import LORA, NF4, build_base, build_data, build_recipe, plan_
 from tunebook.adapter import adapter_tensors, tensor_sha256
 from tunebook.errors import Refused
 from tunebook.lora_targets import short_names
-from tunebook.model import build_model
+from tunebook.model import build_model, check_positions
 from tunebook.world import World
 
 pytestmark = pytest.mark.slow
@@ -242,3 +242,31 @@ def test_llama_without_tied_weights_builds_as_well(tmp_path, tokenizer):
     model.save_pretrained(tmp_path / "llama")
     built_model = built(build_recipe(tmp_path / "llama", quantization=NF4), tokenizer)
     assert short_names(built_model.get_base_model(), built_model.targeted_module_names)[0] == "down_proj"
+
+
+def test_a_model_saved_for_another_task_is_refused(base, tokenizer, monkeypatch, tmp_path):
+    shutil.copytree(base, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    assert "no causal language model" in refused(build_recipe(tmp_path / "other"), tokenizer, monkeypatch)
+
+
+def test_the_head_stays_unquantised_beside_other_layers_that_do(base, tokenizer):
+    recipe = build_recipe(base, quantization={**NF4, "llm_int8_skip_modules": ["q_proj"]})
+    model = built(recipe, tokenizer).get_base_model()
+    kinds = {name.rpartition(".")[2]: type(layer).__name__ for name, layer in model.named_modules() if "proj" in name}
+    assert type(model.lm_head).__name__ == "Linear" and kinds["k_proj"] != kinds["q_proj"]
+
+
+def test_rows_longer_than_the_model_has_positions_are_refused(base, tokenizer):
+    model = built(build_recipe(base), tokenizer)
+    check_positions(build_recipe(base), model, 128)
+    with pytest.raises(Refused, match=r"rows of 129 tokens.*Set data.max_length: 128"):
+        check_positions(build_recipe(base), model, 129)
+
+
+def test_layers_that_peft_cannot_train_are_refused_in_one_line(base, tokenizer):
+    recipe = build_recipe(base, quantization=NF4, lora={**LORA, "modules_to_save": ["q_proj"]})
+    with pytest.raises(Refused) as refusal:
+        built(recipe, tokenizer)
+    assert "\n" not in refusal.value.render()

@@ -1,10 +1,14 @@
 """The end of a run: numbers before and after, and answers."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 import training_scenarios
 from tiny_training import TinyExample, build_base, build_data
-from tunebook.process_group import start_process_group, stop_process_group
+from tunebook.errors import TrainingFailed
+from tunebook.process_group import process_group, start_process_group, stop_process_group
 from tunebook.training.result import render_result_table, shorten
 from tunebook.training.run import train
 from tunebook.world import World
@@ -47,3 +51,14 @@ def test_markup_in_an_answer_is_text(result):
     held = type(result.before)(1.0, ("[/nonsense]",), 0)
     table = render_result_table(type(result)(run, result.summary, held, held, ()))
     assert "[bold]prompt[/bold]" in table and "[red]" in table and "[/nonsense]" in table
+
+
+def test_a_run_that_diverged_hands_out_no_adapter(tmp_path):
+    build_base(tmp_path / "base")
+    with process_group(World()):
+        run = training_scenarios.run_of(tmp_path, World(), "run", build_data(), max_steps=1, learning_rate=1e38)
+        with pytest.raises(TrainingFailed, match=r"Lower training\.learning_rate"):
+            train(run)
+    summary = json.loads((Path(run.plan.run_dir) / "run_summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("failed", 1) and "TrainingFailed" in summary["error"]
+    assert not Path(run.plan.adapter_dir).exists()

@@ -172,7 +172,7 @@ def test_an_adapter_going_on_from_inside_epoch_2_is_that_of_the_unbroken_run(one
 
 def test_a_loss_that_is_no_number_ends_every_rank_and_is_written_down(one, two, folder):
     for found, processes in ((one, 1), (two[0], 2), (two[1], 2)):
-        assert "the loss became nan" in found["broken"]["error"] and "learning rate" in found["broken"]["error"]
+        assert "the loss became nan" in found["broken"]["error"] and "learning_rate" in found["broken"]["error"]
         summary = json.loads((folder / str(processes) / "broken" / "run_summary.json").read_text())
         assert (summary["status"], summary["exit_code"]) == ("failed", 1)
         assert "the loss became nan" in summary["error"]

@@ -34,6 +34,7 @@ class TinyData:
     examples: tuple[TinyExample, ...]
     stop_token_id: int = STOP
     num_bad_rows: int = 0
+    longest_row: int = 41
     num_truncated_rows: int = 0
     num_dropped_rows: int = 0
     data_fingerprint: str = "tiny"

@@ -207,6 +207,8 @@ def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Ite
         yield
     except Refused:
         raise
-    except (OSError, ValueError, ImportError, KeyError, TypeError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, ImportError, LookupError, TypeError, RuntimeError, AssertionError) as error:
         reason = ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
         raise _refusal(recipe, f"{recipe.model.name_or_path} {what}: {reason}", key=key) from error
