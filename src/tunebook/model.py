@@ -209,6 +209,15 @@ def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Ite
         raise
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, ImportError, LookupError, TypeError, RuntimeError, AssertionError) as error:
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        LookupError,
+        TypeError,
+        RuntimeError,
+        AssertionError,
+        SafetensorError,
+    ) as error:
         reason = ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
         raise _refusal(recipe, f"{recipe.model.name_or_path} {what}: {reason}", key=key) from error
