@@ -1,10 +1,12 @@
-"""The loss of held-out rows, as a sum that can be added over batches and processes in any split."""
+"""The loss as a sum that can be added over batches and processes in any split, and what a loss must be."""
 
+import math
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from tunebook.errors import TrainingFailed
 from tunebook.training.batches import IGNORED_LABEL
 
 
@@ -18,3 +20,12 @@ def summed_token_loss(logits: Any, labels: Any) -> Any:
     scores = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
     losses = cross_entropy(scores, targets, ignore_index=IGNORED_LABEL, reduction="none")
     return losses.sum(dtype=torch.float64)
+
+
+def check_finite(loss: float, step: int, rate: float) -> None:
+    """Raise TrainingFailed when a logged loss, which is the same on every process, is no number any more."""
+    if not math.isfinite(loss):
+        raise TrainingFailed(
+            f"the loss became {loss} at or before step {step} (learning rate {rate:.3g}). Lower "
+            "training.learning_rate or add training.warmup_steps; instead of float16 use another model.dtype"
+        )
