@@ -15,7 +15,7 @@ from tunebook.model import build_model
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
-from tunebook.training.agreement import check_same_start
+from tunebook.training.agreement import check_replicas, check_same_start
 from tunebook.training.answers import greedy_answers, num_exact_matches
 from tunebook.training.arguments import build_training_arguments
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches
@@ -201,7 +201,12 @@ def exact_share(held_out: HeldOut, run: ReadyRun) -> float | None:
 
 
 def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
-    """Write the adapter on rank 0, with the others waiting until it is whole; return rank 0's notes for the user."""
+    """Write the adapter on rank 0, with the others waiting until it is whole; return rank 0's notes for the user.
+
+    What rank 0 writes must be what all ranks trained: a step whose gradient was not reduced on all of them, which DDP
+    would only notice in the next one, ends here.
+    """
+    check_replicas(model, run.plan.num_optimizer_steps or 0)
     notes: tuple[str, ...] = ()
     if run.world.is_main:
         folder = Path(run.plan.adapter_dir)
