@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test check format clean
+.PHONY: install quickstart test test-slow check format clean
 
 install: .venv/installed
 
@@ -21,6 +21,10 @@ quickstart: install
 
 test: install
 	$(BIN)/python -m pytest -q
+
+# What takes minutes: eight processes, and more of what two show already.
+test-slow: install
+	$(BIN)/python -m pytest -q -rP -m long
 
 check: install
 	$(BIN)/ruff check .

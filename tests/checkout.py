@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
-COPIED = ("finetune.py", "README.md", "Makefile", "recipes", "accelerate_configs", "assets", "data")
+COPIED = ("finetune.py", "train_ddp.py", "README.md", "Makefile", "recipes", "accelerate_configs", "assets", "data")
 
 
 def make_checkout(folder: Path) -> Path:

@@ -5,6 +5,7 @@ import random
 import datasets
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from tunebook.errors import Refused
@@ -76,21 +77,45 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
     orders = [epoch_order(50, seed, epoch) for seed in range(3) for epoch in range(3)]
     # Upstream adds them up: its epoch 1 of seed 0 is epoch 0 of seed 1.
     assert len({tuple(order) for order in orders}) == 9
+
+
+def test_set_epoch_changes_the_order_and_cannot_be_forgotten():
     sampler = GlobalBatchSampler(lengths_of(20), BatchLayout(8), seed=3)
-    assert list(sampler) == list(sampler), "iterating must not move the epoch on"
+    with pytest.raises(AssertionError, match="set_epoch"):
+        list(sampler)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+        with pytest.raises(AssertionError, match="set_epoch"):
+            next(iter(sampler))
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_torch_still_repeats_the_order_where_set_epoch_is_forgotten_and_rows_where_they_do_not_divide():
+    """What docs/ddp.md says of torch's DistributedSampler; when this fails, it says it no longer."""
+    samplers = [DistributedSampler(range(9), num_replicas=2, rank=rank, seed=3) for rank in (0, 1)]
+    rows = [row for sampler in samplers for row in sampler]
+    assert len(rows) == 10 and len(set(rows)) == 9
+    assert list(samplers[0]) == list(samplers[0])
+    samplers[0].set_epoch(1)
+    assert list(samplers[0]) != list(DistributedSampler(range(9), num_replicas=2, rank=0, seed=3))
 
 
 def test_long_rows_are_grouped_so_that_padding_is_small():
     lengths = lengths_of(64)
     sampler = GlobalBatchSampler(lengths, BatchLayout(64, 2, 4, 0), seed=0)
-    sizes = [len(batch) for batch in sampler]
-    costs = [max(lengths[row] for row in batch) * len(batch) for batch in sampler]
+    sampler.set_epoch(0)
+    batches = list(sampler)
+    sizes = [len(batch) for batch in batches]
+    costs = [max(lengths[row] for row in batch) * len(batch) for batch in batches]
     assert len(set(sizes)) > 1
     assert max(costs) < 1.5 * min(costs)
 
 
 def test_drop_last_drops_the_tail_and_is_refused_where_nothing_is_left():
     sampler = build_train_batches(lengths_of(21), BatchLayout(8), 0, drop_last=True)
+    sampler.set_epoch(0)
     assert len(list(sampler)) == 2
     with pytest.raises(Refused, match=r"3 training rows < global batch of 4"):
         build_train_batches(lengths_of(3), BatchLayout(4), 0, drop_last=True)

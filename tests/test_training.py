@@ -181,7 +181,7 @@ def test_a_loss_that_is_no_number_ends_every_rank_and_is_written_down(one, two, 
 
 def test_a_refusal_of_one_rank_is_the_refusal_of_all(two, folder):
     for found in two[:2]:
-        assert "nowhere matches no module" in found["agreed"]["refusal"]
+        assert "rank 1: no such folder here" in found["agreed"]["refusal"]
     assert not (folder / "2" / "agreed").exists(), "a refused start makes no folder"
 
 

@@ -102,9 +102,10 @@ def build_recipe(
     global_batch_size: int | None = 8,
     validation: float = 0.2,
     model: dict[str, Any] | None = None,
+    batch: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Recipe:
-    """Return an accepted recipe on a base folder; `arguments` are those of TrainingArguments."""
+    """Return an accepted recipe on a base folder; `arguments` are those of TrainingArguments, `batch` our own."""
     written = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "save_strategy": "no", **arguments}
     sections = {"model": str(base), "lora": lora, "quantization": quantization, "training": written}
     return Recipe(
@@ -112,7 +113,7 @@ def build_recipe(
         stem="tiny",
         model=ModelSection(name_or_path=str(base), dtype="float32", **(model or {})),
         data=DataSection(path="rows.jsonl", validation=validation),
-        batch=BatchSection(global_batch_size=global_batch_size),
+        batch=BatchSection(global_batch_size=global_batch_size, **(batch or {})),
         arguments=written,
         quantization=quantization,
         lora=lora,

@@ -130,14 +130,22 @@ def broken(folder: Path, world: World) -> Finding:
 
 
 def agreed(folder: Path, world: World) -> Finding:
-    """Return the refusal that this rank raises when only the last rank's recipe has a mistake."""
-    from tunebook.errors import Refused
+    """Return the refusal that this rank raises when only the last rank's machine lacks the model."""
+    import tunebook.training.run as module
+    from tunebook.errors import Problem, Refused
 
-    name = "nowhere" if world.rank == world.num_processes - 1 else "q_proj"
+    def build_nothing(*arguments: Any) -> Any:
+        raise Refused(Problem("no such folder here"))
+
+    build_model = module.build_model
+    if world.rank == world.num_processes - 1:
+        module.build_model = build_nothing
     try:
-        run_of(folder, world, "agreed", build_data(), lora={"target_modules": [name]})
+        run_of(folder, world, "agreed", build_data())
     except Refused as refused:
         return {"refusal": refused.render()}
+    finally:
+        module.build_model = build_model
     return {"refusal": None}
 
 

@@ -2,11 +2,15 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from tunebook.command_line import Command, read_command
 from tunebook.errors import EXIT_FAILED, Refused, TrainingFailed
 from tunebook.refusal import exit_refused
+
+# The launcher ends the other ranks about 0.3 s after one has left.
+SECONDS_FOR_RANK_0 = 2.0
 
 
 def run_rank(story: Callable[[Command], None]) -> None:
@@ -19,7 +23,18 @@ def run_rank(story: Callable[[Command], None]) -> None:
     except Refused as refused:
         exit_refused(refused)
     except TrainingFailed as failure:
-        # Every rank raises it at the same step; rank 0 speaks for all.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"failed: {failure}", file=sys.stderr, flush=True)
+        say_failed(failure, int(os.environ.get("RANK", "0")))
         sys.exit(EXIT_FAILED)
+
+
+def say_failed(failure: TrainingFailed, rank: int) -> None:
+    """Print why training failed, once where all ranks know it: rank 0 speaks for all.
+
+    What one rank alone may have met it says itself, unless rank 0 has met it too: rank 0's exit makes the launcher end
+    the others before their wait is over.
+    """
+    if rank == 0:
+        print(f"failed: {failure}", file=sys.stderr, flush=True)
+    elif not failure.on_every_rank:
+        time.sleep(SECONDS_FOR_RANK_0)
+        print(f"failed: rank {rank}: {failure}", file=sys.stderr, flush=True)

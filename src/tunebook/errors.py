@@ -55,4 +55,12 @@ class Refused(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1."""
+    """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1.
+
+    `on_every_rank`: every rank raises it at the same step, and rank 0 speaks for all. Otherwise each rank that raises
+    it must speak for itself.
+    """
+
+    def __init__(self, message: str, on_every_rank: bool = True) -> None:
+        super().__init__(message)
+        self.on_every_rank = on_every_rank

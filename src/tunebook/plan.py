@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tunebook.batch_arithmetic import count_held_out, derive_batches, scale_learning_rate
+from tunebook.batch_arithmetic import count_held_out, counted, derive_batches, scale_learning_rate
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
@@ -118,6 +118,13 @@ def with_split(plan: Plan, num_train_rows: int, num_eval_rows: int, origins: Map
     if plan.dataloader_drop_last:
         whole, rounded = num_train_rows // plan.global_batch_size, "down: dataloader_drop_last"
     steps = max(whole, 1)
+    notes = plan.notes
+    if 0 < num_train_rows < plan.global_batch_size and not plan.dataloader_drop_last:
+        rows = counted(num_train_rows, "training row")
+        fills = "does" if num_train_rows == 1 else "do"
+        notes += (
+            f"{rows} {fills} not fill the global batch of {plan.global_batch_size}: an epoch is one smaller step",
+        )
     arithmetic = {"steps_per_epoch": f"{num_train_rows:,} rows / {plan.global_batch_size}, rounded {rounded}"}
     total = plan.max_steps
     if plan.num_train_epochs is not None:
@@ -129,6 +136,7 @@ def with_split(plan: Plan, num_train_rows: int, num_eval_rows: int, origins: Map
         num_eval_rows=num_eval_rows,
         steps_per_epoch=steps,
         num_optimizer_steps=total,
+        notes=notes,
         origins={**plan.origins, **origins, **arithmetic},
     )
 

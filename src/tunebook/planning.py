@@ -27,14 +27,11 @@ def plan_without_data(recipe: Recipe, world: World, run_dir: str | None) -> Plan
 def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
     """Return the plan for the prepared data, and show it on rank 0."""
     origins = {"num_train_rows": "prepared data", "num_eval_rows": "prepared data"}
-    plan = with_split(plan, data.num_train_rows, data.num_eval_rows, origins)
+    said, plan = plan.notes, with_split(plan, data.num_train_rows, data.num_eval_rows, origins)
     if world.is_main:
         console = build_console()
         console.print(render_plan(plan))
-        print_notes(data.notes, console)
-        if plan.num_train_rows is not None and plan.num_train_rows < plan.global_batch_size:
-            text = f"{counted(plan.num_train_rows, 'row')} to train on do not fill the global batch of"
-            print_notes([f"{text} {plan.global_batch_size}: each step takes all of them"], console)
+        print_notes((*plan.notes[len(said) :], *data.notes), console)
         console.print(render_data(data, plan), soft_wrap=True, markup=False)
     return plan
 

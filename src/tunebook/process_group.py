@@ -38,7 +38,7 @@ def start_process_group(world: World, timeout_seconds: int = 1800) -> None:
         try:
             state = PartialState(cpu=on_cpu, backend=world.backend, timeout=timedelta(seconds=timeout_seconds))
         except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-            raise Refused(_no_group(world, error)) from error
+            raise Refused(no_group(world, error)) from error
     _check_state(state, world)
 
 
@@ -141,7 +141,8 @@ def _without_torch_variables() -> Iterator[None]:
         os.environ.update(held)
 
 
-def _no_group(world: World, error: Exception) -> Problem:
+def no_group(world: World, error: Exception) -> Problem:
+    """Return why the ranks did not find each other, for a refusal."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return Problem(

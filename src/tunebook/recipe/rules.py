@@ -138,6 +138,7 @@ RANGES: Final[Mapping[str, tuple[float | None, float | None, str]]] = {
     "training.per_device_eval_batch_size": (1, None, "at least 1"),
     "training.gradient_accumulation_steps": (1, None, "at least 1"),
     "training.learning_rate_base_processes": (1, None, "at least 1"),
+    "training.check_replicas": (1, None, "at least 1 step"),
     "training.learning_rate": (0, None, "at least 0"),
     "training.weight_decay": (0, None, "at least 0"),
     "training.adam_beta1": (0, 0.999999999, "at least 0 and below 1"),

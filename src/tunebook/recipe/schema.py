@@ -53,6 +53,7 @@ class BatchSection(Section):
         "none", description="How the rate grows with the number of processes when the batch does."
     )
     learning_rate_base_processes: int = Field(1, ge=1, description="The number of processes the rate was chosen for.")
+    check_replicas: int | None = Field(None, ge=1, description="Compare the ranks' weights, bit by bit, every N steps.")
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class GlobalBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
     model, so micro-batches differ in rows and are alike in cost. Where a tail has fewer rows than there are
     (process, micro-step) places, the other places get FILLER_ROW, which upstream fills by repeating rows.
 
-    `set_epoch` must be called before each epoch: the order of an epoch follows from its number, never from how often
-    the sampler was iterated.
+    The order of an epoch follows from its number, never from how often the sampler was iterated: `set_epoch` must be
+    called before each epoch. To iterate without it is an error, where torch's sampler repeats the last order.
     """
 
     def __init__(self, lengths: Sequence[int], layout: BatchLayout, seed: int, drop_last: bool = False) -> None:
@@ -63,6 +63,12 @@ class GlobalBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             seed=seed,
             drop_last=drop_last,
         )
+        self._is_epoch_set = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is iterated next."""
+        super().set_epoch(epoch)
+        self._is_epoch_set = True
 
     def rows_of_steps(self) -> Iterator[list[int]]:
         """Yield the row numbers of each global batch of the current epoch, over all processes."""
@@ -71,6 +77,9 @@ class GlobalBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             yield order[step * self.effective_batch_size : (step + 1) * self.effective_batch_size]
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Runs with the first batch taken: a DataLoader with workers makes two iterators and uses one.
+        assert self._is_epoch_set, "set_epoch comes before each epoch; without it this one would repeat the last order"
+        self._is_epoch_set = False
         num_places = self.dp_size * self.grad_accum
         for real_rows in self.rows_of_steps():
             rows = real_rows + [FILLER_ROW] * (num_places - len(real_rows))

@@ -1,11 +1,17 @@
-"""The loss of held-out rows, as a sum that can be added over batches and processes in any split."""
+"""The loss as a sum that can be added over batches and processes in any split, and what a loss must be."""
 
+import math
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from tunebook.errors import TrainingFailed
 from tunebook.training.batches import IGNORED_LABEL
+
+DIVERGED_ADVICE = (
+    "Lower training.learning_rate or add training.warmup_steps; instead of float16 use another model.dtype"
+)
 
 
 def summed_token_loss(logits: Any, labels: Any) -> Any:
@@ -18,3 +24,17 @@ def summed_token_loss(logits: Any, labels: Any) -> Any:
     scores = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
     losses = cross_entropy(scores, targets, ignore_index=IGNORED_LABEL, reduction="none")
     return losses.sum(dtype=torch.float64)
+
+
+def check_finite(loss: float, step: int, rate: float) -> None:
+    """Raise TrainingFailed when a loss, which is the same on every process, is no number any more."""
+    if not math.isfinite(loss):
+        what = f"the loss became {loss} at or before step {step} (learning rate {rate:.3g})"
+        raise TrainingFailed(f"{what}. {DIVERGED_ADVICE}")
+
+
+def check_weights_finite(model: Any) -> None:
+    """Raise TrainingFailed, on every process alike, rather than hand out weights that are no numbers."""
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not torch.isfinite(weight).all():
+            raise TrainingFailed(f"{name} is not finite after the last step. {DIVERGED_ADVICE}")

@@ -3,9 +3,10 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +55,12 @@ class TokenCounts:
     processed: int = 0
     padded: int = 0
     trained: int = 0
+
+    def count(self, micro_batch: Mapping[str, Any]) -> None:
+        """Add a micro-batch as `pad_right` makes it, by its shape alone, without touching the device."""
+        self.processed += micro_batch["input_ids"].numel()
+        self.padded += micro_batch["input_ids"].numel() - micro_batch["num_row_tokens"]
+        self.trained += micro_batch["num_trained_tokens"]
 
 
 class PeakMemory:

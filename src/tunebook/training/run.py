@@ -1,12 +1,13 @@
 """A run from the loaded model to the written adapter, one line per step."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
 from tunebook.data.prepare import PreparedData, write_quarantine
@@ -14,14 +15,16 @@ from tunebook.model import build_model, check_positions
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
+from tunebook.training.agreement import check_replicas, check_same_start
 from tunebook.training.answers import greedy_answers, num_exact_matches
 from tunebook.training.arguments import build_training_arguments, check_schedule
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches
 from tunebook.training.collectives import largest_over_processes, sum_over_processes, wait_for_all
-from tunebook.training.measuring import PeakMemory
+from tunebook.training.loss import check_weights_finite
+from tunebook.training.measuring import PeakMemory, Stopwatch, TokenCounts
 from tunebook.training.reporting import ProgressReport
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
-from tunebook.training.trainer import RecipeTrainer, diverged
+from tunebook.training.trainer import RecipeTrainer, ReplicaCheck
 from tunebook.world import World
 
 
@@ -38,6 +41,18 @@ class ReadyRun:
     batches: GlobalBatchSampler
     model: Any
     began: float
+
+
+class Training(Protocol):
+    """What has trained, or will: the Trainer of finetune.py, or the loop of train_ddp.py."""
+
+    model: Any
+    state: TrainerState
+    tokens: TokenCounts
+    stopwatch: Stopwatch
+
+    def held_out_loss(self) -> float | None:
+        """Return the held-out loss of the weights as they stand, or None where no rows are held out."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class RunResult:
 def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData) -> ReadyRun:
     """Build arguments, batches and model; every rank raises the same Refused where any of them cannot be had."""
     began = time.monotonic()
+    check_same_start(start_facts(recipe, plan, data))
     with refuse_together():
         arguments = build_training_arguments(recipe, plan, world)
         layout = BatchLayout(plan.global_batch_size, world.num_processes, plan.gradient_accumulation_steps, world.rank)
@@ -74,29 +90,47 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, began)
 
 
+def start_facts(recipe: Recipe, plan: Plan, data: PreparedData) -> dict[str, Any]:
+    """Return what all ranks must have in common before step 1, by the names that a user knows."""
+    return {
+        "training rows": data.num_train_rows,
+        "held-out rows": data.num_eval_rows,
+        "data fingerprint": data.data_fingerprint[:12],
+        "optimizer steps": plan.num_optimizer_steps,
+        "rows per step": plan.global_batch_size,
+        "micro-steps per step": plan.gradient_accumulation_steps,
+        "compute type": plan.compute_dtype,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        **_by_key(recipe.resolved),
+    }
+
+
+def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return nested values by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _by_key(value, f"{section}{name}.") if isinstance(value, Mapping) else {f"{section}{name}": value}
+    return found
+
+
 def train(run: ReadyRun) -> RunResult:
     """Measure, train, measure again and write the adapter; run_summary.json tells the state of it from the start.
 
     Raises what training raised, after the summary on disk says `failed` (or `interrupted`) and why.
     """
-    summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
-    report = ProgressReport(Path(run.plan.run_dir) / "metrics.jsonl") if run.world.is_main else None
-    memory = PeakMemory(run.world.device)
-    _write_on_main(run, summary)
-    if run.world.is_main and run.data.num_bad_rows:
-        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
+    summary, report, memory = begin_folder(run), build_report(run), PeakMemory(run.world.device)
     try:
         trainer = build_trainer(run, report)
         before = measure_held_out(trainer, run)
-        summary = replace(summary, eval_loss_before=before.loss, exact_match_before=_share(before, run))
+        summary = replace(summary, eval_loss_before=before.loss, exact_match_before=exact_share(before, run))
         trainer.train()
         after = measure_held_out(trainer, run)
-        _check_finite(trainer.model)
-        notes = _write_adapter_on_main(run, trainer.model)
-        summary = _complete(summary, run, trainer, memory, after)
-        _write_on_main(run, summary)
+        notes = write_adapter_on_main(run, trainer.model)
+        summary = complete_summary(summary, run, trainer, memory, after)
+        write_on_main(run, summary)
     except BaseException as error:
-        _write_on_main(run, replace(failed_summary(summary, error), wall_seconds=time.monotonic() - run.began))
+        write_failure_on_main(run, summary, error)
         raise
     finally:
         memory.stop()
@@ -105,27 +139,36 @@ def train(run: ReadyRun) -> RunResult:
     return RunResult(run, summary, before, after, notes)
 
 
+def begin_folder(run: ReadyRun) -> RunSummary:
+    """Write what is known before step 1, on rank 0: the running summary, and the rows that cannot be used."""
+    summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
+    write_on_main(run, summary)
+    if run.world.is_main and run.data.num_bad_rows:
+        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
+    return summary
+
+
+def build_report(run: ReadyRun) -> ProgressReport | None:
+    """Return what shows the run and writes metrics.jsonl on rank 0, and None on the other ranks."""
+    return ProgressReport(Path(run.plan.run_dir) / "metrics.jsonl") if run.world.is_main else None
+
+
 def build_trainer(run: ReadyRun, report: ProgressReport | None) -> RecipeTrainer:
     """Return the trainer of a run; `report` is None on every rank but 0."""
-    callbacks = [] if report is None else [report]
+    callbacks: list[TrainerCallback] = [ReplicaCheck(run.recipe.batch.check_replicas)]
+    if report is not None:
+        callbacks.append(report)
     return RecipeTrainer(run.model, run.arguments, run.data, run.batches, callbacks)
 
 
-def measure_held_out(trainer: RecipeTrainer, run: ReadyRun) -> HeldOut:
+def measure_held_out(trainer: Training, run: ReadyRun) -> HeldOut:
     """Return the held-out loss and the answers to held-out prompts, as the weights stand now."""
     answers = greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype)
     return HeldOut(trainer.held_out_loss(), tuple(answers), num_exact_matches(run.data.examples, answers))
 
 
-def _check_finite(model: Any) -> None:
-    """Raise TrainingFailed, on every process alike, rather than hand out weights that are no numbers."""
-    for name, weight in model.named_parameters():
-        if weight.requires_grad and not torch.isfinite(weight).all():
-            raise diverged(f"after the last step {name} holds values that are no finite numbers")
-
-
-def _complete(
-    summary: RunSummary, run: ReadyRun, trainer: RecipeTrainer, memory: PeakMemory, after: HeldOut
+def complete_summary(
+    summary: RunSummary, run: ReadyRun, trainer: Training, memory: PeakMemory, after: HeldOut
 ) -> RunSummary:
     """Return the summary of the finished run; every process takes part in its sums."""
     tokens, device = trainer.tokens, run.world.device
@@ -144,7 +187,7 @@ def _complete(
         first_loss=losses[0] if losses else None,
         final_loss=losses[-1] if losses else None,
         eval_loss=after.loss,
-        exact_match_after=_share(after, run),
+        exact_match_after=exact_share(after, run),
         num_exact_match_rows=len(run.data.examples),
         tokens_per_second=trained / seconds if seconds else None,
         training_seconds=seconds,
@@ -155,11 +198,19 @@ def _complete(
     )
 
 
-def _share(held_out: HeldOut, run: ReadyRun) -> float | None:
+def exact_share(held_out: HeldOut, run: ReadyRun) -> float | None:
+    """Return which part of the held-out prompts was answered word for word; None without prompts."""
     return held_out.num_exact_matches / len(run.data.examples) if run.data.examples else None
 
 
-def _write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
+def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
+    """Write the adapter on rank 0, with the others waiting until it is whole; return rank 0's notes for the user.
+
+    What rank 0 writes must be what all ranks trained: a step whose gradient was not reduced on all of them, which DDP
+    would only notice in the next one, ends here.
+    """
+    check_replicas(model, run.plan.num_optimizer_steps or 0)
+    check_weights_finite(model)
     notes: tuple[str, ...] = ()
     if run.world.is_main:
         folder = Path(run.plan.adapter_dir)
@@ -168,6 +219,12 @@ def _write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
     return notes
 
 
-def _write_on_main(run: ReadyRun, summary: RunSummary) -> None:
+def write_failure_on_main(run: ReadyRun, summary: RunSummary, error: BaseException) -> None:
+    """Write on rank 0 that the run ended with `error`."""
+    write_on_main(run, replace(failed_summary(summary, error), wall_seconds=time.monotonic() - run.began))
+
+
+def write_on_main(run: ReadyRun, summary: RunSummary) -> None:
+    """Write run_summary.json on rank 0."""
     if run.world.is_main:
         write_summary(summary, run.plan.run_dir)

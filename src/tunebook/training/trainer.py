@@ -1,6 +1,5 @@
 """transformers' Trainer, with the batches, the evaluation and the checks that exactness needs."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from tunebook.adapter import write_adapter_weights
 from tunebook.data.prepare import PreparedData
-from tunebook.errors import TrainingFailed
+from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, pad_right
 from tunebook.training.collectives import sum_over_processes
-from tunebook.training.loss import summed_token_loss
+from tunebook.training.loss import check_finite, summed_token_loss
 from tunebook.training.measuring import Stopwatch, TokenCounts
+from tunebook.training.unused_parameters import check_all_used, naming_unused
 
 
 class RecipeTrainer(Trainer):  # type: ignore[misc]
@@ -51,11 +51,10 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Count the micro-batch's tokens from its shape, without touching the device, and train on it."""
-        num_row_tokens, num_trained_tokens = inputs.pop("num_row_tokens"), inputs.pop("num_trained_tokens")
-        self.tokens.processed += inputs["input_ids"].numel()
-        self.tokens.padded += inputs["input_ids"].numel() - num_row_tokens
-        self.tokens.trained += num_trained_tokens
-        return super().training_step(model, inputs, num_items_in_batch)
+        self.tokens.count(inputs)
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+        with naming_unused(self.model):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Trainer does, off the clock that measures training."""
@@ -111,8 +110,7 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does; raise TrainingFailed, on every process alike, when the loss is no number any more."""
         for name in ("loss", "eval_loss"):
-            if not math.isfinite(logs.get(name, 0.0)):
-                raise diverged(f"the {name} became {logs[name]} at or before step {self.state.global_step}")
+            check_finite(logs.get(name, 0.0), self.state.global_step, logs.get("learning_rate", float("nan")))
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -147,10 +145,25 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
             self.model.peft_config["default"].save_pretrained(folder)
 
 
-def diverged(what: str) -> TrainingFailed:
-    """Return the failure of a run whose numbers are none any more, with what usually helps."""
-    advice = "Lower training.learning_rate or add training.warmup_steps; instead of float16 use another model.dtype"
-    return TrainingFailed(f"{what}. {advice}")
+class ReplicaCheck(TrainerCallback):  # type: ignore[misc]
+    """Sees that each gradient is there before a step, and compares the replicas every `every` steps (None: never)."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Look for trained parameters that no row reached, unless the recipe lets DDP search for them."""
+        if args.world_size > 1 and not args.ddp_find_unused_parameters:
+            check_all_used(model, state.global_step + 1)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Compare the replicas where that is due."""
+        if self._every is not None and state.global_step % self._every == 0:
+            check_replicas(model, state.global_step)
 
 
 class TrainingPace(TrainerCallback):  # type: ignore[misc]
