@@ -1,6 +1,7 @@
 """What plain torch does, for docs/ddp.md: `ddp_claims.py FOLDER` under torchrun; each rank writes rank<r>.json."""
 
 import json
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -62,8 +63,11 @@ def order_of_events(rank: int) -> list[str]:
 
     def reduce(state: Any, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         events.append("bucket")
-        sent = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return sent.then(lambda done: done.value()[0] / distributed.get_world_size())
+        # Waited for here: a callback on gloo's own thread would race with the end of the process.
+        distributed.all_reduce(bucket.buffer())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer() / distributed.get_world_size())
+        return done
 
     model.register_comm_hook(None, reduce)
     for number, layer in enumerate(layers):
@@ -85,8 +89,11 @@ def main(folder: Path) -> None:
         "events": order_of_events(rank),
         "seconds": time.monotonic() - began,
     }
-    distributed.destroy_process_group()
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    sys.stdout.flush()
+    # Past Python's own end: there gloo's threads sometimes outlive what they work for, and abort ("terminate called").
+    os._exit(0)
 
 
 if __name__ == "__main__":
