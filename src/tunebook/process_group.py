@@ -1,5 +1,6 @@
 """The process group: made first, as the world says, checked against what accelerate sees, and left together."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,9 @@ def stop_process_group() -> None:
         return
     from accelerate.state import AcceleratorState
 
+    # DDP in a reference cycle (hooks, trainers) would be freed at the interpreter's end, after the group it works on,
+    # and gloo's threads then abort the process ("terminate called without an active exception").
+    gc.collect()
     group = _group()
     try:
         if group is not None:
