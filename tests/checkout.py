@@ -27,10 +27,12 @@ def type_command(command: str, folder: Path, timeout: float = 600, **environ: st
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     settings = {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     cache = {"TUNEBOOK_CACHE": str(folder / "cache")}
+    # Under `make test` a make typed here would be one that make started, and say so in its output.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=folder,
-        env={**os.environ, **settings, **cache, **environ},
+        env={**inherited, **settings, **cache, **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ SUMMARY_FIELDS = {
 def quickstart(tmp_path_factory):
     """Run what `make quickstart` runs, once, in a copy of the checkout; return the copy and the output."""
     checkout = make_checkout(tmp_path_factory.mktemp("checkout"))
-    shown = type_command("make -n -o install quickstart", checkout).stdout
+    shown = type_command("make --no-print-directory -n -o install quickstart", checkout).stdout
     command = shown.replace("\\\n", " ").replace(".venv/bin/", "").strip().splitlines()[-1]
     assert "finetune.py recipes/tiny_qlora.yaml" in command
     return checkout, type_command(command, checkout)
