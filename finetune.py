@@ -19,7 +19,7 @@ def finetune(command: Command) -> None:
         return
     world = read_world(compute_dtype=recipe.model.dtype, ddp_backend=recipe.arguments.get("ddp_backend"))
     plan = plan_without_data(recipe, world, command.run_dir)
-    check_folder(plan.run_dir, command.fresh)
+    check_folder(plan, recipe, command.fresh)
     show_start(plan, world)
 
     # torch, transformers, peft and datasets take seconds to import; only an accepted recipe pays for them.
@@ -28,6 +28,7 @@ def finetune(command: Command) -> None:
     from tunebook.process_group import process_group
     from tunebook.training.ending import is_finished, show_result
     from tunebook.training.run import build_run, train
+    from tunebook.training.starting import build_identity, find_start
 
     tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
     data = prepare_data(recipe, tokenizer)
@@ -35,9 +36,10 @@ def finetune(command: Command) -> None:
     with process_group(world, recipe.ddp_timeout):
         if is_finished(recipe, plan, data, world, command.fresh):
             return
+        start = find_start(recipe, plan, world, build_identity(recipe, plan, tokenizer, data), command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)
-        with hold_run_folder(plan, recipe, world, command.fresh):
-            result = train(run)
+        with hold_run_folder(plan, recipe, world, start.identity, start.keep):
+            result = train(run, start.checkpoint)
     show_result(result, plan, world)
 
 

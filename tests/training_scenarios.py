@@ -103,6 +103,7 @@ def first_loss(folder: Path, world: World) -> Finding:
 def resumed(folder: Path, world: World) -> Finding:
     """Break off inside epoch 2, go on from that checkpoint, and return the difference to the unbroken run."""
     from tunebook.adapter import adapter_tensors
+    from tunebook.checkpoints import check_whole
     from tunebook.training.run import build_trainer
 
     data = build_data()
@@ -111,7 +112,9 @@ def resumed(folder: Path, world: World) -> Finding:
     whole.train()
     expected = adapter_tensors(whole.model)
     again = build_trainer(run_of(folder, world, "resumed", data, **recipe), None)
-    again.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-5"))
+    checkpoint = check_whole(Path(whole.args.output_dir) / "checkpoint-5")
+    again.go_on_from(checkpoint)
+    again.train_on(checkpoint)
     found = adapter_tensors(again.model)
     return {"difference": max(float((found[name] - expected[name]).abs().max()) for name in expected)}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again may succeed
 
 
 @dataclass(frozen=True)
@@ -47,4 +48,18 @@ class Refused(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1."""
+    """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1.
+
+    `is_of_one_rank` tells that the other ranks do not know of it, as when one of them runs out of memory.
+    """
+
+    def __init__(self, message: str, is_of_one_rank: bool = False) -> None:
+        self.is_of_one_rank = is_of_one_rank
+        super().__init__(message)
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop, and it did after saving. Ends the process with exit code 75.
+
+    No Exception, so that nothing between takes it for a failure that can be handled.
+    """

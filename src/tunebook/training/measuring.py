@@ -13,10 +13,10 @@ SAMPLE_SECONDS = 0.1
 
 
 class Stopwatch:
-    """Counts seconds between `start` and `stop`, without those inside `paused`."""
+    """Counts seconds between `start` and `stop`, without those inside `paused`; it may begin with some."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
         self._since: float | None = None
 
     @property

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tunebook.writing import write_whole
+
 # What a line of metrics.jsonl holds, where the event has it.
 RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss")
 
@@ -16,11 +18,11 @@ RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss")
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
     """Shows each log and evaluation and appends it to metrics.jsonl; only rank 0 has one."""
 
-    def __init__(self, metrics_path: Path, console: Console | None = None) -> None:
+    def __init__(self, metrics_path: Path, console: Console | None = None, seconds_before: float = 0.0) -> None:
         self._metrics_path = metrics_path
         self._console = console or Console()
-        self._began = time.monotonic()
-        self._training_began = self._began
+        self._began = time.monotonic() - seconds_before
+        self._training_began = time.monotonic()
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._num_steps_at_start = 0
@@ -91,6 +93,25 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def keep_metrics(path: Path, step: int | None) -> float:
+    """Keep the events up to a step of a run that is gone on with, none without a step; return the last one's seconds.
+
+    Later ones come again, and a line that was being written when the run was killed is none.
+    """
+    kept, seconds = [], 0.0
+    for line in path.read_text(encoding="utf-8").splitlines() if step is not None and path.is_file() else []:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event["step"] <= step:
+            kept.append(line + "\n")
+            seconds = event["seconds"]
+    if kept or path.is_file():
+        write_whole(path, "".join(kept))
+    return seconds
 
 
 def render_metrics(logs: dict[str, float]) -> str:

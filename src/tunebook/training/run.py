@@ -1,24 +1,30 @@
 """A run from the loaded model to the written adapter, one line per step."""
 
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
 from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
+from tunebook.checkpoints import Checkpoint
 from tunebook.data.prepare import PreparedData, write_quarantine
+from tunebook.errors import Interrupted
 from tunebook.model import build_model
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
+from tunebook.signals import deferred_signals, ignore_signals
 from tunebook.training.answers import greedy_answers, num_exact_matches
 from tunebook.training.arguments import build_training_arguments
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches
 from tunebook.training.collectives import largest_over_processes, sum_over_processes, wait_for_all
+from tunebook.training.failures import explain_failure
 from tunebook.training.measuring import PeakMemory
-from tunebook.training.reporting import ProgressReport
+from tunebook.training.reporting import ProgressReport, keep_metrics
+from tunebook.training.stopping import StopAgreed
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
 from tunebook.training.trainer import RecipeTrainer
 from tunebook.world import World
@@ -36,7 +42,6 @@ class ReadyRun:
     arguments: TrainingArguments
     batches: GlobalBatchSampler
     model: Any
-    began: float
 
 
 @dataclass(frozen=True)
@@ -61,38 +66,37 @@ class RunResult:
 
 def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData) -> ReadyRun:
     """Build arguments, batches and model; every rank raises the same Refused where any of them cannot be had."""
-    began = time.monotonic()
     with refuse_together():
         arguments = build_training_arguments(recipe, plan, world)
         layout = BatchLayout(plan.global_batch_size, world.num_processes, plan.gradient_accumulation_steps, world.rank)
         lengths = data.train["length"]
         batches = build_train_batches(lengths, layout, recipe.data_seed, arguments.dataloader_drop_last)
         model = build_model(recipe, plan, world, tokenizer)
-    return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, began)
+    return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model)
 
 
-def train(run: ReadyRun) -> RunResult:
+def train(run: ReadyRun, checkpoint: Checkpoint | None = None) -> RunResult:
     """Measure, train, measure again and write the adapter; run_summary.json tells the state of it from the start.
 
-    Raises what training raised, after the summary on disk says `failed` (or `interrupted`) and why.
+    With a checkpoint the run goes on from there. Raises what training raised, after the summary on disk says `failed`
+    and why; and Interrupted after a signal, once a checkpoint is saved.
     """
     summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
-    report = ProgressReport(Path(run.plan.run_dir) / "metrics.jsonl") if run.world.is_main else None
     memory = PeakMemory(run.world.device)
     _write_on_main(run, summary)
-    if run.world.is_main and run.data.num_bad_rows:
-        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
+    report = _build_report(run, checkpoint)
+    trainer = build_trainer(run, report)
     try:
-        trainer = build_trainer(run, report)
-        before = measure_held_out(trainer, run)
-        summary = replace(summary, eval_loss_before=before.loss, exact_match_before=_share(before, run))
-        trainer.train()
-        after = measure_held_out(trainer, run)
-        notes = _write_adapter_on_main(run, trainer.model)
-        summary = _complete(summary, run, trainer, memory, after)
-        _write_on_main(run, summary)
+        with deferred_signals(), trainer.vote.heard(), _stopping(trainer), explain_failure(trainer, run.plan):
+            before = _take_up_or_measure(trainer, run, checkpoint)
+            summary = replace(summary, eval_loss_before=before.loss, exact_match_before=_share(before, run))
+            trainer.train_on(checkpoint)
+            after = measure_held_out(trainer, run)
+            notes = _write_adapter_on_main(run, trainer.model)
+            summary = _complete(summary, run, trainer, memory, after)
+            _write_on_main(run, summary)
     except BaseException as error:
-        _write_on_main(run, replace(failed_summary(summary, error), wall_seconds=time.monotonic() - run.began))
+        _write_on_main(run, _broken_off(summary, trainer, error))
         raise
     finally:
         memory.stop()
@@ -109,8 +113,48 @@ def build_trainer(run: ReadyRun, report: ProgressReport | None) -> RecipeTrainer
 
 def measure_held_out(trainer: RecipeTrainer, run: ReadyRun) -> HeldOut:
     """Return the held-out loss and the answers to held-out prompts, as the weights stand now."""
-    answers = greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype)
+    answers = greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype, trainer.vote)
     return HeldOut(trainer.held_out_loss(), tuple(answers), num_exact_matches(run.data.examples, answers))
+
+
+def _take_up_or_measure(trainer: RecipeTrainer, run: ReadyRun, checkpoint: Checkpoint | None) -> HeldOut:
+    """Return what the model could do before step 1: measured now, or kept in the checkpoint that is gone on from."""
+    if checkpoint is not None:
+        before = trainer.go_on_from(checkpoint).before
+        return HeldOut(before["loss"], tuple(before["answers"]), before["num_exact_matches"])
+    measured = measure_held_out(trainer, run)
+    trainer.before = asdict(measured)
+    return measured
+
+
+def _build_report(run: ReadyRun, checkpoint: Checkpoint | None) -> ProgressReport | None:
+    if not run.world.is_main:
+        return None
+    if run.data.num_bad_rows:
+        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
+    metrics = Path(run.plan.run_dir) / "metrics.jsonl"
+    last_step = keep_metrics(metrics, None if checkpoint is None else checkpoint.step)
+    return ProgressReport(metrics, seconds_before=last_step)
+
+
+@contextmanager
+def _stopping(trainer: RecipeTrainer) -> Iterator[None]:
+    """Save where all processes agreed to stop, and raise Interrupted on all of them."""
+    try:
+        yield
+    except StopAgreed as agreed:
+        step = trainer.save_where_it_stands()
+        # The first rank to leave makes the launcher end the others, whose exit code should be their own.
+        ignore_signals()
+        wait_for_all()
+        done = f"at step {step} of {trainer.state.max_steps}, and checkpoint-{step} is saved"
+        where = done if step else "before the first step was done"
+        raise Interrupted(f"stopped by {agreed} {where}: run the same command again to go on") from agreed
+
+
+def _broken_off(summary: RunSummary, trainer: RecipeTrainer, error: BaseException) -> RunSummary:
+    step = trainer.saved_step if isinstance(error, Interrupted) else trainer.state.global_step
+    return replace(failed_summary(summary, error), num_optimizer_steps=step, wall_seconds=trainer.wall_seconds)
 
 
 def _complete(
@@ -138,7 +182,7 @@ def _complete(
         tokens_per_second=trained / seconds if seconds else None,
         training_seconds=seconds,
         peak_memory_bytes=int(peak) or None,
-        wall_seconds=time.monotonic() - run.began,
+        wall_seconds=trainer.wall_seconds,
         adapter_dir=run.plan.adapter_dir,
         adapter_sha256=tensor_sha256(adapter_tensors(trainer.model)),
     )

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from tunebook.adapter import write_adapter_weights
@@ -17,10 +17,10 @@ from tunebook.errors import TrainingFailed
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, pad_right
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import summed_token_loss
-from tunebook.training.measuring import Stopwatch, TokenCounts
+from tunebook.training.resumable import ResumableTrainer
 
 
-class RecipeTrainer(Trainer):  # type: ignore[misc]
+class RecipeTrainer(ResumableTrainer):
     """Trains on global batches that depend on seed, epoch and step alone, and evaluates each held-out token once.
 
     The loss of a step is the sum over all labels of the global batch, on all processes, divided by their number. The
@@ -37,31 +37,26 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
         callbacks: list[TrainerCallback],
     ) -> None:
         self.batches = batches
-        self.tokens = TokenCounts()
-        self.stopwatch = Stopwatch()
+        self.last_shape: tuple[int, ...] | None = None
         super().__init__(
             model=model,
             args=args,
             data_collator=pad_right,
             train_dataset=Rows(data.train),
             eval_dataset=Rows(data.evaluation) if data.num_eval_rows else None,
-            callbacks=[TrainingPace(batches, self.stopwatch), *callbacks],
+            callbacks=[TrainingPace(self), *callbacks],
         )
         self.remove_callback(PrinterCallback)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Count the micro-batch's tokens from its shape, without touching the device, and train on it."""
+        self.check_stop()
+        self.last_shape = tuple(inputs["input_ids"].shape)
         num_row_tokens, num_trained_tokens = inputs.pop("num_row_tokens"), inputs.pop("num_trained_tokens")
         self.tokens.processed += inputs["input_ids"].numel()
         self.tokens.padded += inputs["input_ids"].numel() - num_row_tokens
         self.tokens.trained += num_trained_tokens
         return super().training_step(model, inputs, num_items_in_batch)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Trainer does, off the clock that measures training."""
-        with self.stopwatch.paused():
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        return metrics
 
     def held_out_loss(self) -> float | None:
         """Return the held-out loss of the weights as they stand, or None where no rows are held out.
@@ -98,12 +93,15 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         num_tokens = 0
         for batch in dataloader:
+            if self.vote.is_asked:
+                break
             num_tokens += batch["num_trained_tokens"]
             labels = self._prepare_input(batch["labels"])
             inputs = self._prepare_input({name: batch[name] for name in ("input_ids", "attention_mask")})
             with torch.no_grad(), self.accelerator.autocast():
                 total += summed_token_loss(self.model(**inputs, use_cache=False).logits, labels)
         self.model.train(was_training)
+        self.vote.agree()
         loss, num_tokens_of_all = sum_over_processes([total.item(), num_tokens], self.args.device)
         metrics = {f"{metric_key_prefix}_loss": loss / max(num_tokens_of_all, 1)}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
@@ -136,10 +134,6 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
             model.forward_sync_buffers = False
         return model, dataloader
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self.stopwatch.paused():
-            super()._save_checkpoint(model, trial)
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save an adapter without peft's blank model card and its look at the Hub for the base's vocabulary."""
         if not isinstance(self.model, PeftModel):
@@ -154,21 +148,24 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
 class TrainingPace(TrainerCallback):  # type: ignore[misc]
     """Tells the sampler each epoch's number, keeps the clock of training, and has the last step logged."""
 
-    def __init__(self, batches: GlobalBatchSampler, stopwatch: Stopwatch) -> None:
-        self._batches = batches
-        self._stopwatch = stopwatch
+    def __init__(self, trainer: RecipeTrainer) -> None:
+        self._trainer = trainer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the clock once everything is prepared."""
-        self._stopwatch.start()
+        self._trainer.stopwatch.start()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the epoch: Trainer's own call stops at the wrappers that accelerate puts around a resumed sampler."""
-        self._batches.set_epoch(int(state.epoch or 0))
+        """Set the epoch: Trainer's own call stops at the wrappers that accelerate puts around a resumed sampler.
+
+        It is counted in whole steps: `state.epoch` is a sum of fractions.
+        """
+        batches = self._trainer.batches
+        batches.set_epoch(state.global_step // batches.num_global_batches)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the last step whatever logging_steps is, so that the final loss is known."""
@@ -179,4 +176,4 @@ class TrainingPace(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop the clock."""
-        self._stopwatch.stop()
+        self._trainer.stopwatch.stop()
