@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test check format clean
+.PHONY: install quickstart test torture check format clean
 
 install: .venv/installed
 
@@ -21,6 +21,10 @@ quickstart: install
 
 test: install
 	$(BIN)/python -m pytest -q
+
+# A hundred SIGKILLs at random instants; every run must end as the one that nobody killed. About 10 minutes.
+torture: install
+	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
 
 check: install
 	$(BIN)/ruff check .

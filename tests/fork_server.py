@@ -38,7 +38,7 @@ class Life:
         return len(self.codes) == len(self.pids)
 
     def output(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def rank_codes(self) -> list[int]:
         return [self.codes[pid] for pid in self.pids]

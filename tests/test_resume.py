@@ -13,6 +13,7 @@ from broken_off import (
     summary_of,
 )
 from fork_server import ForkServer
+from tiny_models import build_tiny_model
 
 pytestmark = pytest.mark.slow
 COUNTED = ("trained_tokens", "processed_tokens", "padded_tokens", "first_loss", "final_loss", "eval_loss")
@@ -107,3 +108,103 @@ def test_going_on_with_another_number_of_processes(place, before, after):
     assert largest_difference(adapter_of(place.folder / name), adapter_of(place.unbroken(1))) < 1e-6
     found, expected = losses_of(place.folder / name), losses_of(place.unbroken(1))
     assert found.keys() == expected.keys() and found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_cut_file_is_found_and_the_checkpoint_before_it_is_used(place):
+    for file in ("adapter_model.safetensors", "optimizer.pt", "progress.json"):
+        name = f"cut-{file[:5]}"
+        stop_after(place, name, 1, 5)
+        run_dir = place.folder / name
+        assert steps_saved(run_dir) == [2, 4, 5]
+        damaged = run_dir / "checkpoints" / "checkpoint-5" / file
+        damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+        (run_dir / "checkpoints" / "checkpoint-4" / "rng_state.pth").unlink()
+        again = place.run(name)
+        assert again.rank_codes() == [0], again.output()[-3000:]
+        assert f"checkpoint-5 is skipped: {file} has" in again.output()
+        assert "checkpoint-4 is skipped: rng_state.pth is missing" in again.output()
+        assert "after step 2 of 9" in again.output()
+        same_result(run_dir, place.unbroken(1))
+
+
+def test_dropout_goes_on_where_it_was(place):
+    word = "lora.lora_dropout=0.1"
+    for size in (1, 2):
+        stop_after(place, f"dropout-{size}", size, 4, word)
+        assert place.run(f"dropout-{size}", size, word).rank_codes() == [0] * size
+        same_result(place.folder / f"dropout-{size}", place.unbroken(size, word))
+    assert largest_difference(adapter_of(place.unbroken(1, word)), adapter_of(place.unbroken(1))) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["lora.r=8"], ["lora.r: ", "began with 4, this one has 8"]),
+        (["lora.target_modules=[q_proj,v_proj,o_proj]"], ["lora.target_modules: ", '"o_proj"']),
+        (["lora.target_modules=[k_proj,o_proj]"], ["lora.target_modules: ", '["q_proj", "v_proj"]', '"k_proj"']),
+        (["training.global_batch_size=4"], ["training.global_batch_size: ", "began with 8, this one has 4"]),
+        (["training.learning_rate=2e-3", "training.seed=7"], ["training.learning_rate: ", "training.seed: ", "0.002"]),
+        (["data.max_length=128"], ["data.max_length: ", "began with 256, this one has 128"]),
+        (["data.path=other.jsonl"], ["data: the unfinished run"]),
+        (["model.name_or_path=other"], ["base model: the unfinished run"]),
+    ],
+)
+def test_what_changes_the_result_is_refused_by_name_with_both_values(place, words, fields):
+    if not (place.folder / "begun").exists():
+        stop_after(place, "begun", 1, 4)
+        rows = (place.folder / "rows.jsonl").read_text().splitlines(keepends=True)
+        (place.folder / "other.jsonl").write_text("".join(rows[1:] + rows[:1]))
+        build_tiny_model(place.folder / "other", hidden_size=64, seed=1)
+    before = sorted(place.folder.rglob("begun*/**/*"))
+    life = place.run("begun", 1, *words)
+    assert life.rank_codes() == [2], life.output()[-3000:]
+    for field in (*fields, "--fresh"):
+        assert field in life.output()
+    assert sorted(place.folder.rglob("begun*/**/*")) == before, "a refused start changes nothing"
+
+
+def test_what_changes_no_result_is_taken_over_and_announced(place):
+    stop_after(place, "taken", 1, 4)
+    words = ["training.per_device_train_batch_size=4", "training.activation_checkpointing=true"]
+    words += ["training.save_steps=3", "training.logging_steps=1", "data.answer_rows=1"]
+    again = place.run("taken", 1, *words)
+    assert again.rank_codes() == [0], again.output()[-3000:]
+    for note in ("per_device_train_batch_size: 4, was 2", "activation_checkpointing: true, was false"):
+        assert f"training.{note}; it does not change the result" in again.output()
+    assert "training.save_steps: 3, was 2" in again.output()
+    assert steps_saved(place.folder / "taken") == [2, 4, 6, 9]
+    assert largest_difference(adapter_of(place.folder / "taken"), adapter_of(place.unbroken(1))) < 1e-6
+
+
+def test_training_longer_is_announced_with_the_rate_of_the_next_step(place):
+    stop_after(place, "longer", 1, 4)
+    again = place.run("longer", 1, "training.num_train_epochs=6")
+    assert again.rank_codes() == [0], again.output()[-3000:]
+    assert "training.num_train_epochs: 6, was 3" in again.output()
+    assert "schedule length changed from 9 to 18 steps, learning rate at step 5 is 0.000777778" in again.output()
+    rates = [event["learning_rate"] for event in events_of(place.folder / "longer") if "loss" in event]
+    assert len(rates) == 18 and rates[4:] == sorted(rates[4:], reverse=True) and rates[4] == pytest.approx(7 / 9e3)
+    shorter = place.run("begun", 1, "training.num_train_epochs=1")
+    assert shorter.rank_codes() == [2] and "would end at step 3" in shorter.output()
+
+
+def test_a_finished_run_is_left_as_it_is_and_fresh_keeps_it_aside(place):
+    unbroken = place.unbroken(1)
+    files = {path: path.read_bytes() for path in unbroken.rglob("*") if path.is_file() and path.name != ".lock"}
+    again = place.run(unbroken.name)
+    assert again.rank_codes() == [0] and "finished already: 9 steps" in again.output()
+    assert {path: path.read_bytes() for path in files} == files
+    stop_after(place, "renewed", 1, 4)
+    fresh = place.run("renewed", 1, "--fresh", "lora.r=8")
+    assert fresh.rank_codes() == [0], fresh.output()[-3000:]
+    [aside] = place.folder.glob("renewed.*-*")
+    assert summary_of(aside)["status"] == "interrupted" and steps_saved(aside) == [2, 4]
+
+
+def test_a_rank_that_cannot_see_the_checkpoint_is_found_before_weights_load(place):
+    stop_after(place, "unseen", 2, 4)
+    life = place.run("unseen", 2, FAULT="cannot_see_checkpoints", FAULT_RANKS="1")
+    assert life.rank_codes() == [2, 2], life.output()[-3000:]
+    assert "rank 1: " in life.output() and "cannot be read on this machine" in life.output()
+    assert place.run("unseen", 2).rank_codes() == [0, 0]
+    same_result(place.folder / "unseen", place.unbroken(2))

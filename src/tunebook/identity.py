@@ -158,5 +158,5 @@ def _update_with_samples(digest: Any, path: Path) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value).removesuffix(".0")
     return f"{text[:12]}..." if len(text) == 64 and set(text) <= set("0123456789abcdef") else text

@@ -17,6 +17,8 @@ from tunebook.errors import EXIT_INTERRUPTED
 # Those of schedulers, terminals and launchers. SIGQUIT is left alone: it is how a user has a process end at once.
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
+# A signal of its own: the kernel sends it once for each thread of the launcher that goes.
+LAUNCHER_ENDED = signal.SIGRTMIN
 
 
 class _Watch:
@@ -60,11 +62,10 @@ def deferred_signals() -> Iterator[None]:
     """Let a first signal inside only ask (`asked_signal`); a second one ends the process, as any outside does."""
     with _watch.lock:
         _watch.deferred, _watch.asked = True, None
-    try:
-        yield
-    finally:
-        with _watch.lock:
-            _watch.deferred = False
+    yield
+    # Not after an error: it is on its way to be told, and the launcher's own signal must not come before it.
+    with _watch.lock:
+        _watch.deferred = False
 
 
 def asked_signal() -> int | None:
@@ -75,17 +76,19 @@ def asked_signal() -> int | None:
 def ignore_signals() -> None:
     """Ignore further signals: everything is saved, and a launcher ends the ranks that are slower to leave."""
     with suppress(ValueError):  # not the main thread
-        for number in HANDLED:
+        for number in (*HANDLED, LAUNCHER_ENDED):
             signal.signal(number, signal.SIG_IGN)
 
 
 def signal_name(number: int) -> str:
     """Return a name such as SIGTERM."""
+    if number == LAUNCHER_ENDED:
+        return "the end of its launcher"
     return signal.Signals(number).name
 
 
 def _listen(heard: socket.socket) -> None:
-    handled = {int(number) for number in HANDLED}
+    handled = {int(number) for number in (*HANDLED, LAUNCHER_ENDED)}
     while told := heard.recv(64):
         for number in told:
             if number in handled:
@@ -96,6 +99,8 @@ def _act(number: int) -> None:
     with _watch.lock:
         if not _watch.deferred:
             _leave(number, "before training began or after it ended; run the same command again", EXIT_INTERRUPTED)
+        if _watch.asked is not None and number == LAUNCHER_ENDED:
+            return
         if _watch.asked is not None:
             _leave(number, "a second time and ended at once; the last checkpoint stands", 128 + number)
         _watch.asked = number
@@ -120,8 +125,9 @@ def _forget() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, which may forward nothing, or be killed."""
+    """Have the kernel tell when the launcher dies, which may forward nothing, or be killed."""
     import ctypes
 
+    signal.signal(LAUNCHER_ENDED, lambda *_: None)
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(LAUNCHER_ENDED))

@@ -113,15 +113,23 @@ def build_trainer(run: ReadyRun, report: ProgressReport | None) -> RecipeTrainer
 
 def measure_held_out(trainer: RecipeTrainer, run: ReadyRun) -> HeldOut:
     """Return the held-out loss and the answers to held-out prompts, as the weights stand now."""
-    answers = greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype, trainer.vote)
+    answers = answer_held_out(trainer, run)
     return HeldOut(trainer.held_out_loss(), tuple(answers), num_exact_matches(run.data.examples, answers))
+
+
+def answer_held_out(trainer: RecipeTrainer, run: ReadyRun) -> list[str]:
+    """Return the model's answers to the held-out prompts, on every process."""
+    return greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype, trainer.vote)
 
 
 def _take_up_or_measure(trainer: RecipeTrainer, run: ReadyRun, checkpoint: Checkpoint | None) -> HeldOut:
     """Return what the model could do before step 1: measured now, or kept in the checkpoint that is gone on from."""
     if checkpoint is not None:
         before = trainer.go_on_from(checkpoint).before
-        return HeldOut(before["loss"], tuple(before["answers"]), before["num_exact_matches"])
+        answers = before["answers"]
+        if len(answers) != len(run.data.examples):  # data.answer_rows changed; the weights are still those of step 0
+            answers = answer_held_out(trainer, run)
+        return HeldOut(before["loss"], tuple(answers), num_exact_matches(run.data.examples, answers))
     measured = measure_held_out(trainer, run)
     trainer.before = asdict(measured)
     return measured
@@ -133,8 +141,7 @@ def _build_report(run: ReadyRun, checkpoint: Checkpoint | None) -> ProgressRepor
     if run.data.num_bad_rows:
         write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
     metrics = Path(run.plan.run_dir) / "metrics.jsonl"
-    last_step = keep_metrics(metrics, None if checkpoint is None else checkpoint.step)
-    return ProgressReport(metrics, seconds_before=last_step)
+    return ProgressReport(metrics, earlier=keep_metrics(metrics, None if checkpoint is None else checkpoint.step))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Whether a run begins, or goes on from a checkpoint: decided by rank 0, agreed on by all, said before weights load."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def _decide(recipe: Recipe, plan: Plan, identity: Identity, fresh: bool) -> Star
     for key in SCHEDULE:
         before, now = begun.identity.get(key), identity.get(key)
         if before != now:
+            before, now = (json.dumps(value).removesuffix(".0") for value in (before, now))
             notes.append(f"{key}: {now}, was {before}; the adapter is not that of a run planned so from its start")
     if (recipe.lora or {}).get("lora_dropout") and begun.settings.get("processes") != plan.world_size:
         notes.append("lora.lora_dropout: another number of processes draws other numbers from here on")
