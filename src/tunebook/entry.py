@@ -22,10 +22,11 @@ def run_rank(story: Callable[[Command], None]) -> None:
     except Refused as refused:
         exit_refused(refused)
     except TrainingFailed as failure:
-        _tell_launcher(failure)
+        if failure.befell != "another rank":
+            _tell_launcher(failure)
         # Every rank raises it at the same step and rank 0 speaks for all, but for what befell one rank alone.
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or failure.is_of_one_rank:
+        if rank == "0" or failure.befell == "this rank":
             print(f"{'' if rank == '0' else f'rank {rank}: '}failed: {failure}", file=sys.stderr, flush=True)
         sys.exit(EXIT_FAILED)
     except Interrupted as interrupted:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -50,11 +51,12 @@ class Refused(ValueError):
 class TrainingFailed(RuntimeError):
     """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1.
 
-    `is_of_one_rank` tells that the other ranks do not know of it, as when one of them runs out of memory.
+    `befell` tells whom: all ranks alike, this rank without the others knowing (it ran out of memory), or another rank
+    first, of which this one only feels the loss.
     """
 
-    def __init__(self, message: str, is_of_one_rank: bool = False) -> None:
-        self.is_of_one_rank = is_of_one_rank
+    def __init__(self, message: str, befell: Literal["all", "this rank", "another rank"] = "all") -> None:
+        self.befell = befell
         super().__init__(message)
 
 

@@ -46,14 +46,20 @@ def delete_folder(folder: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def delete_leftovers(parent: Path) -> list[str]:
-    """Delete what broken-off writing and deleting left in `parent`; return the names of those broken off in writing."""
-    names = []
-    for path in sorted(parent.glob(".*")) if parent.is_dir() else []:
-        if path.is_dir() and path.suffix in (".writing", ".deleting", ".earlier"):
+def delete_leftovers(parent: Path) -> None:
+    """Delete what broken-off writing and deleting left in `parent`."""
+    restore_earlier(parent)
+    for path in parent.glob(".*"):
+        if path.suffix in (".writing", ".deleting", ".earlier") and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-            names += [path.stem.removeprefix(".")] if path.suffix == ".writing" else []
-    return names
+
+
+def restore_earlier(parent: Path) -> None:
+    """Move back each folder that was moved away for a new one to take its place, which then did not come."""
+    for path in parent.glob(".*.earlier"):
+        place = parent / path.stem.removeprefix(".")
+        if not place.exists():
+            path.rename(place)
 
 
 def _flush(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Failures of training that are understood, said in one line with what to change."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from tunebook.training.trainer import RecipeTrainer
 
 # What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
 PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+# torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
+LAUNCHER_NOTICES_SECONDS = 0.5
 # torch has an error of its own for a GPU, and none for a CPU.
 NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 
@@ -24,11 +27,12 @@ def explain_failure(trainer: RecipeTrainer, plan: Plan) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         said = str(error).lower()
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in NO_MEMORY):
-            raise TrainingFailed(render_out_of_memory(trainer, plan), is_of_one_rank=True) from error
+            raise TrainingFailed(render_out_of_memory(trainer, plan), befell="this rank") from error
         if any(words in said for words in PEER_IS_GONE):
             last = _last_checkpoint(trainer)
             message = f"another process of the group ended; the launcher names the one that did so first. {last}"
-            raise TrainingFailed(message) from error
+            time.sleep(LAUNCHER_NOTICES_SECONDS)
+            raise TrainingFailed(message, befell="another rank") from error
         raise
 
 

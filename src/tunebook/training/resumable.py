@@ -60,11 +60,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
 
         Raises StopAgreed on all processes when one was asked to stop; `save_where_it_stands` may follow.
         """
-        if checkpoint is None:
-            self.train()
-            return
-        with quiet_libraries():
-            self.train(resume_from_checkpoint=str(checkpoint.folder))
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.folder))
 
     def go_on_from(self, checkpoint: Checkpoint) -> Progress:
         """Take over the counts and the clock of a checkpoint, before anything is measured; rank 0 counts for all."""
@@ -162,7 +158,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Restore the Trainer's state, but log, evaluate and save when the recipe says so now."""
-        restored: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        with quiet_libraries():  # it warns of settings that differ, which were announced
+            restored: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         self.state.compute_steps(self.args, self.state.max_steps)
         self.state.train_batch_size = self.args.train_batch_size
         if self.state.best_global_step is not None:

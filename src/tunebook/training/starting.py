@@ -26,6 +26,7 @@ from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import is_unfinished, read_begun
 from tunebook.training.collectives import from_rank_0
 from tunebook.world import World
+from tunebook.writing import restore_earlier
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def _decide(recipe: Recipe, plan: Plan, identity: Identity, fresh: bool) -> Star
             notes.append(f"{key}: {now}, was {before}; the adapter is not that of a run planned so from its start")
     if (recipe.lora or {}).get("lora_dropout") and begun.settings.get("processes") != plan.world_size:
         notes.append("lora.lora_dropout: another number of processes draws other numbers from here on")
+    restore_earlier(folder / "checkpoints")
     checkpoint, skipped = find_newest(folder / "checkpoints")
     notes += skipped
     if checkpoint is None:
