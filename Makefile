@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow check format clean
+.PHONY: install quickstart test test-slow torture check format clean
 
 install: .venv/installed
 
@@ -25,6 +25,10 @@ test: install
 # What takes minutes: eight processes, and more of what two show already.
 test-slow: install
 	$(BIN)/python -m pytest -q -rP -m long
+
+# A hundred SIGKILLs at random instants; every run must end as the one that nobody killed. About 10 minutes.
+torture: install
+	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
 
 check: install
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     """Train an accepted recipe in the world that the launcher made."""
     world = read_world(compute_dtype=recipe.model.dtype, ddp_backend=recipe.arguments.get("ddp_backend"))
     plan = plan_without_data(recipe, world, command.run_dir)
-    check_folder(plan.run_dir, command.fresh)
+    check_folder(plan, recipe, command.fresh)
     show_start(plan, world)
 
     # torch, transformers, peft and datasets take seconds to import; only an accepted recipe pays for them.
@@ -31,7 +31,9 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     from tunebook.data.tokenizer import load_tokenizer
     from tunebook.process_group import process_group
     from tunebook.training.ending import is_finished, show_result
-    from tunebook.training.run import build_run, train
+    from tunebook.training.ready import build_run
+    from tunebook.training.run import train
+    from tunebook.training.starting import build_identity, find_start
 
     tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
     data = prepare_data(recipe, tokenizer)
@@ -39,9 +41,10 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     with process_group(world, recipe.ddp_timeout):
         if is_finished(recipe, plan, data, world, command.fresh):
             return
+        start = find_start(recipe, plan, world, build_identity(recipe, plan, tokenizer, data), command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)
-        with hold_run_folder(plan, recipe, world, command.fresh):
-            result = train(run)
+        with hold_run_folder(plan, recipe, world, start.identity, start.keep):
+            result = train(run, start.checkpoint)
     show_result(result, plan, world)
 
 

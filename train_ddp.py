@@ -4,9 +4,8 @@ torchrun --nproc_per_node=4 train_ddp.py recipes/qwen7b_qlora.yaml
 accelerate launch --num_processes 4 train_ddp.py recipes/qwen7b_qlora.yaml
 
 Each process runs this whole file on a device of its own, holds a full replica of the model and sees its share of the
-rows. One fact keeps the replicas one model: all of them take the same steps from the same weights. Recipe, plan, data,
-model and the rows of each step are those of finetune.py, and so is the adapter that comes out, to 1e-6. docs/ddp.md
-tells the ideas one by one, each with the test that shows it.
+rows. What keeps the replicas one model: all take the same steps from the same weights. Recipe, plan, data, model and
+rows are those of finetune.py, and so is the adapter, to 1e-6. docs/ddp.md tells the ideas, with a test for each.
 """
 
 import math
@@ -29,39 +28,46 @@ from tunebook.errors import Refused
 from tunebook.planning import plan_with_data, plan_without_data, show_plan, show_start
 from tunebook.process_group import no_group, start_process_group, stop_process_group
 from tunebook.recipe.hand_loop import check_hand_loop
-from tunebook.recipe.reading import load_recipe
+from tunebook.recipe.reading import load_recipe, placed_in
+from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import check_folder, hold_run_folder
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import Rows, eval_batches, pad_right
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import check_finite, summed_token_loss
 from tunebook.training.measuring import PeakMemory, Stopwatch, TokenCounts
+from tunebook.training.stopping import StopVote
 from tunebook.training.unused_parameters import check_all_used, naming_unused
 from tunebook.world import World, read_world
 
 if TYPE_CHECKING:
+    from tunebook.training.outcome import RunResult
+    from tunebook.training.ready import ReadyRun
     from tunebook.training.reporting import ProgressReport
-    from tunebook.training.run import ReadyRun, RunResult
 
 
 def train_ddp(command: Command) -> None:
     """Run one rank, as finetune.py does: whatever can be refused is refused before weights load."""
     recipe = load_recipe(command.recipe, command.overrides)
-    check_hand_loop(recipe)
-    # A folder of its own, so that the runs of both programs can be compared.
-    command = replace(command, run_dir=command.run_dir or str(Path("runs") / f"{recipe.stem}-ddp"))
-    if command.plan:
-        show_plan(recipe, command)
-        return
+    with placed_in(recipe):
+        check_hand_loop(recipe)
+        # A folder of its own, so that the runs of both programs can be compared.
+        command = replace(command, run_dir=command.run_dir or str(Path("runs") / f"{recipe.stem}-ddp"))
+        show_plan(recipe, command) if command.plan else train_recipe(recipe, command)
+
+
+def train_recipe(recipe: Recipe, command: Command) -> None:
+    """Train an accepted recipe in the world that the launcher made."""
     world = read_world(compute_dtype=recipe.model.dtype, ddp_backend=recipe.arguments.get("ddp_backend"))
     plan = plan_without_data(recipe, world, command.run_dir)
-    check_folder(plan.run_dir, command.fresh)
+    check_folder(plan, recipe, command.fresh, goes_on=False)
     show_start(plan, world)
 
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import load_tokenizer
     from tunebook.training.ending import is_finished, show_result
-    from tunebook.training.run import build_run
+    from tunebook.training.ready import build_run
+    from tunebook.training.starting import build_identity, find_start
 
     tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
     data = prepare_data(recipe, tokenizer)
@@ -69,8 +75,9 @@ def train_ddp(command: Command) -> None:
     with process_group(world, recipe.ddp_timeout):
         if is_finished(recipe, plan, data, world, command.fresh):
             return
+        start = find_start(recipe, plan, world, build_identity(recipe, plan, tokenizer, data), command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)
-        with hold_run_folder(plan, recipe, world, command.fresh):
+        with hold_run_folder(plan, recipe, world, start.identity, start.keep):
             result = train(run)
     show_result(result, plan, world)
 
@@ -103,23 +110,25 @@ def process_group(world: World, timeout_seconds: int) -> Iterator[None]:
 
 def train(run: "ReadyRun") -> "RunResult":
     """Measure, train, measure again and save; run_summary.json tells the state of it from the start."""
-    from tunebook.training import run as shared
+    from tunebook.training import outcome as shared
+    from tunebook.training.failures import saying_why
 
     # Only rank 0 writes and prints: the replicas are equal, so what one of them has to say is all there is.
     summary, report, memory = shared.begin_folder(run), shared.build_report(run), PeakMemory(run.world.device)
+    loop = Loop(run, report)
     try:
-        loop = Loop(run, report)
-        before = shared.measure_held_out(loop, run)
-        summary = replace(summary, eval_loss_before=before.loss, exact_match_before=shared.exact_share(before, run))
-        loop.train()
-        after = shared.measure_held_out(loop, run)
-        # Rank 0 saves the module inside DDP, whose names have no "module." in front. The others wait until the files
-        # are whole: a launcher may end everything once the first rank has left.
-        notes = shared.write_adapter_on_main(run, loop.model)
-        summary = shared.complete_summary(summary, run, loop, memory, after)
-        shared.write_on_main(run, summary)
+        with saying_why(loop, run.plan):
+            before = shared.measure_held_out(loop, run)
+            summary = replace(summary, eval_loss_before=before.loss, exact_match_before=shared.exact_share(before, run))
+            loop.train()
+            after = shared.measure_held_out(loop, run)
+            # Rank 0 saves the module inside DDP, whose names have no "module." in front. The others wait until the
+            # files are whole: a launcher may end everything once the first rank has left.
+            notes = shared.write_adapter_on_main(run, loop.model)
+            summary = shared.complete_summary(summary, run, loop, memory, after)
+            shared.write_on_main(run, summary)
     except BaseException as error:
-        shared.write_failure_on_main(run, summary, error)
+        shared.write_failure_on_main(run, summary, loop, error)
         raise
     finally:
         memory.stop()
@@ -134,20 +143,24 @@ class Loop:
     def __init__(self, run: "ReadyRun", report: "ProgressReport | None") -> None:
         from transformers import get_scheduler
 
-        from tunebook.training.progress import Progress
+        from tunebook.training.progress import Progress, decay_groups
 
         num_steps = run.plan.num_optimizer_steps
         assert num_steps is not None and run.plan.steps_per_epoch is not None, "the data is known by now"
         self.run, self.args, self.world, self.per_epoch = run, run.arguments, run.world, run.plan.steps_per_epoch
         self.model = run.model  # this replica itself: to evaluate, to answer and to save it DDP is not needed
         self.ddp = wrap(run)
-        self.optimizer = build_optimizer(run)
+        groups = decay_groups(run.model, self.args.weight_decay)
+        betas, fused = (self.args.adam_beta1, self.args.adam_beta2), self.args.optim == "adamw_torch_fused"
+        options = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon, "betas": betas, "fused": fused}
+        self.optimizer = torch.optim.AdamW(groups, **options)
         # Counted in optimizer steps, so it is moved once per step and not once per micro-step.
         warmup, course = self.args.get_warmup_steps(num_steps), self.args.lr_scheduler_kwargs
         self.schedule = get_scheduler(self.args.lr_scheduler_type, self.optimizer, warmup, num_steps, course)
         self.progress = Progress(self.args, num_steps, report)
         self.state = self.progress.state
-        self.tokens, self.stopwatch = TokenCounts(), Stopwatch()
+        self.tokens, self.stopwatch, self.vote = TokenCounts(), Stopwatch(), StopVote()
+        self.last_micro_batch: dict[str, Any] | None = None
         self.unlogged_loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
         self.last_logged, self.evaluated = 0, (-1, 0.0)
 
@@ -155,12 +168,10 @@ class Loop:
         """Take all optimizer steps: epoch by epoch, one global batch after another."""
         # The sampler deals every rank other rows of the same global batch, and equally many micro-batches: a rank with
         # one more would wait for ever in a collective that nobody joins.
+        rows, workers = Rows(self.run.data.train), self.args.dataloader_num_workers
+        pins = self.args.dataloader_pin_memory and self.world.device_type == "cuda"
         loader = DataLoader(
-            Rows(self.run.data.train),
-            batch_sampler=self.run.batches,
-            collate_fn=pad_right,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.world.device_type == "cuda",
+            rows, batch_sampler=self.run.batches, collate_fn=pad_right, num_workers=workers, pin_memory=pins
         )
         # The weights start from one seed. What is drawn from here on, dropout, should differ from rank to rank.
         torch.manual_seed(self.run.recipe.seed + self.world.rank)
@@ -179,11 +190,15 @@ class Loop:
 
     def take_step(self, window: list[dict[str, Any]]) -> None:
         """Take the optimizer step of one global batch, of which `window` holds this rank's micro-batches."""
+        # A signal reaches the ranks at different moments, and one that left alone would have the others wait for it in
+        # the next collective. So all tell each other whether they were asked to stop, and stop here together.
+        self.vote.agree()
         # The loss of a step is the sum over all labels of the global batch, divided by their number. That number is
         # needed before the first backward, and over all ranks: the average of each rank's own mean would give a label
         # on a rank with few of them more weight than one on a rank with many.
         [num_labels] = sum_over_processes([sum(one["num_trained_tokens"] for one in window)], self.world.device)
         for place, micro_batch in enumerate(window):
+            self.last_micro_batch = micro_batch
             is_last = place == len(window) - 1
             # Under no_sync, backward only adds to this rank's own gradients; their sum travels once, with the last
             # micro-step. There backward reduces bucket by bucket, each as soon as it is full, while the layers below
@@ -279,21 +294,6 @@ def wrap(run: "ReadyRun") -> Any:
         bucket_cap_mb=args.ddp_bucket_cap_mb,
         static_graph=bool(args.ddp_static_graph),
     )
-
-
-def build_optimizer(run: "ReadyRun") -> torch.optim.Optimizer:
-    """Return AdamW over what is trained; norms and biases don't decay, as Trainer has it."""
-    from transformers import Trainer
-
-    args = run.arguments
-    trained = {name: one for name, one in run.model.named_parameters() if one.requires_grad}
-    decaying = Trainer.get_decay_parameter_names(None, run.model)
-    groups = [
-        {"params": [one for name, one in trained.items() if name in decaying], "weight_decay": args.weight_decay},
-        {"params": [one for name, one in trained.items() if name not in decaying], "weight_decay": 0.0},
-    ]
-    betas, fused = (args.adam_beta1, args.adam_beta2), args.optim == "adamw_torch_fused"
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused)
 
 
 if __name__ == "__main__":

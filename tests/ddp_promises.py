@@ -142,7 +142,7 @@ def parted(folder: Path, world: World) -> Finding:
         try:
             watched(run, loop, after_step=disturb).train()
         except TrainingFailed as failure:
-            found[loop] = {"said": str(failure), "by all": failure.on_every_rank}
+            found[loop] = {"said": str(failure), "by all": failure.befell == "all"}
     return found
 
 
@@ -271,7 +271,7 @@ def unused_on_one_rank(folder: Path, world: World) -> Finding:
         try:
             train_ddp.Loop(run, None).train()
         except TrainingFailed as failure:
-            return {"said": str(failure), "by all": failure.on_every_rank}
+            return {"said": str(failure), "by all": failure.befell == "all"}
         except RuntimeError as error:
             return {"waited": str(error)[:200]}
     return {}

@@ -68,7 +68,7 @@ def test_a_failure_of_all_ranks_is_said_by_rank_0_alone_and_one_of_a_rank_by_its
     for rank in (0, 1):
         say_failed(TrainingFailed("the loss became nan"), rank)
     assert capsys.readouterr().err == "failed: the loss became nan\n"
-    say_failed(TrainingFailed("unused", on_every_rank=False), 1)
+    say_failed(TrainingFailed("unused", befell="this rank"), 1)
     assert capsys.readouterr().err == "failed: rank 1: unused\n"
 
 

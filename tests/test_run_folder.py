@@ -6,10 +6,13 @@ import json
 import pytest
 
 from tunebook.errors import Refused
+from tunebook.identity import recipe_identity
 from tunebook.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.run_folder import check_folder, find_finished, open_run_folder
+from tunebook.run_folder import check_folder, find_finished, open_run_folder, read_begun
 from tunebook.world import World
+
+IDENTITY = {"training.seed": 42}
 
 
 @pytest.fixture
@@ -30,43 +33,73 @@ def finish(folder, status="completed", **more):
     (folder / "adapter").mkdir(exist_ok=True)
 
 
+def begin(plan, recipe, status, **begun):
+    """Leave an unfinished run that began as `plan` and `recipe` say, but for what is given."""
+    with open_run_folder(plan, recipe, {**recipe_identity(recipe, plan), **begun}, keep=False) as folder:
+        finish(folder, status)
+    return folder
+
+
 def test_a_new_run_writes_its_recipe_and_plan(plan, recipe, tmp_path):
-    with open_run_folder(plan, recipe, fresh=False) as folder:
+    with open_run_folder(plan, recipe, IDENTITY, keep=False) as folder:
         assert json.loads((folder / "plan.json").read_text())["run_dir"] == str(folder)
         assert load_recipe(str(folder / "case.yaml")).resolved == recipe.resolved
 
 
 def test_a_finished_run_is_set_aside_whole(plan, recipe, tmp_path):
     finish(tmp_path / "runs" / "case", note="keep me")
-    with open_run_folder(plan, recipe, fresh=False):
+    with open_run_folder(plan, recipe, IDENTITY, keep=False):
         [aside] = (tmp_path / "runs").glob("case.*")
         assert json.loads((aside / "run_summary.json").read_text())["note"] == "keep me"
         assert (aside / "adapter").is_dir()
 
 
 @pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
-def test_an_unfinished_run_refuses_unless_fresh(plan, recipe, tmp_path, status):
-    folder = tmp_path / "runs" / "case"
-    finish(folder, status)
-    with pytest.raises(Refused, match=f"unfinished run .{status}.*--fresh"):
-        check_folder(str(folder), fresh=False)
-    with open_run_folder(plan, recipe, fresh=True):
+def test_an_unfinished_run_of_another_recipe_refuses_unless_fresh(plan, recipe, tmp_path, status):
+    begin(plan, recipe, status, **{"training.learning_rate": 0.5, "lora": "given", "lora.r": 4})
+    with pytest.raises(Refused) as refused:
+        check_folder(plan, recipe, fresh=False)
+    report = refused.value.render()
+    assert "training.learning_rate: the unfinished run" in report and "began with 0.5, this one has 5e-05" in report
+    assert "lora: the unfinished run" in report and "lora.r" not in report, "a section that is gone is said once"
+    assert "--fresh" in report
+    check_folder(plan, recipe, fresh=True)
+    with open_run_folder(plan, recipe, IDENTITY, keep=False):
         assert len(list((tmp_path / "runs").glob("case.*"))) == 1
+
+
+def test_an_unfinished_run_of_the_same_recipe_is_gone_on_with_in_place(plan, recipe, tmp_path):
+    folder = begin(plan, recipe, "interrupted")
+    (folder / "checkpoints" / ".checkpoint-7.writing").mkdir(parents=True)
+    check_folder(plan, recipe, fresh=False)
+    with open_run_folder(plan, recipe, recipe_identity(recipe, plan), keep=True):
+        assert not list((tmp_path / "runs").glob("case.*")) and (folder / "adapter").is_dir()
+        assert not list((folder / "checkpoints").iterdir()), "what a killed run was writing is no checkpoint"
+    assert read_begun(str(folder)).identity == recipe_identity(recipe, plan)
+
+
+def test_checkpoints_of_an_unknown_recipe_refuse(plan, recipe, tmp_path):
+    folder = tmp_path / "runs" / "case"
+    finish(folder, "running")
+    check_folder(plan, recipe, fresh=False)  # nothing in it is worth keeping
+    (folder / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(Refused, match="not known"):
+        check_folder(plan, recipe, fresh=False)
 
 
 def test_setting_aside_twice_in_one_second_keeps_both(plan, recipe, tmp_path):
     for _ in range(3):
         finish(tmp_path / "runs" / "case")
-        with open_run_folder(plan, recipe, fresh=True):
+        with open_run_folder(plan, recipe, IDENTITY, keep=False):
             pass
     assert len(list((tmp_path / "runs").glob("case.*"))) == 3
 
 
 def test_two_runs_never_share_a_folder(plan, recipe):
-    with open_run_folder(plan, recipe, fresh=False) as folder:
+    with open_run_folder(plan, recipe, IDENTITY, keep=False) as folder:
         with pytest.raises(Refused, match="in use"):
-            check_folder(str(folder), fresh=True)
-        with pytest.raises(Refused, match="in use"), open_run_folder(plan, recipe, fresh=True):
+            check_folder(plan, recipe, fresh=True)
+        with pytest.raises(Refused, match="in use"), open_run_folder(plan, recipe, IDENTITY, keep=False):
             pass
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
@@ -76,18 +109,18 @@ def test_folders_that_are_no_runs_are_left_alone(plan, recipe, tmp_path):
     folder = tmp_path / "runs" / "case"
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(Refused, match="no run"), open_run_folder(plan, recipe, fresh=True):
+    with pytest.raises(Refused, match="no run"), open_run_folder(plan, recipe, IDENTITY, keep=False):
         pass
     assert (folder / "thesis.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused, match="is a file"):
-        check_folder(str(tmp_path / "file"), fresh=True)
+        check_folder(build_plan(recipe, World(), run_dir=str(tmp_path / "file")), recipe, fresh=True)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_and_leaves_nothing(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     plan = build_plan(recipe, World(), run_dir=str(tmp_path / "file" / "runs"))
-    with pytest.raises(Refused, match="--run-dir"), open_run_folder(plan, recipe, fresh=False):
+    with pytest.raises(Refused, match="--run-dir"), open_run_folder(plan, recipe, IDENTITY, keep=False):
         pass
 
 

@@ -48,7 +48,8 @@ def run_case(tiny, tmp_path, monkeypatch):
 
         from tunebook.data.prepare import prepare_data
         from tunebook.data.tokenizer import load_tokenizer
-        from tunebook.training.run import build_run, train
+        from tunebook.training.ready import build_run
+        from tunebook.training.run import train
 
         AcceleratorState._reset_state()
         recipe_file = tmp_path / "case.yaml"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tiny_training import build_data, build_recipe, plan_of
+from tunebook.errors import Interrupted
 from tunebook.training.summary import failed_summary, recipe_sha256, start_summary, write_summary
 from tunebook.world import World
 
@@ -32,7 +33,8 @@ def test_a_run_that_begins_says_what_it_is(summary, tmp_path):
 def test_how_a_run_ended_is_told_with_the_reason(summary):
     failed = failed_summary(summary, RuntimeError("no more memory"))
     assert (failed.status, failed.exit_code, failed.error) == ("failed", 1, "RuntimeError: no more memory")
-    assert failed_summary(summary, KeyboardInterrupt()).status == "interrupted"
+    stopped = failed_summary(summary, Interrupted("stopped by SIGTERM at step 7"))
+    assert (stopped.status, stopped.exit_code, stopped.error) == ("interrupted", 75, "stopped by SIGTERM at step 7")
 
 
 def test_the_recipe_hash_is_of_its_meaning():

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tunebook.writing import folder_beside, put_in_place, write_whole
+from tunebook.writing import delete_folder, delete_leftovers, folder_beside, put_in_place, restore_earlier, write_whole
 
 
 def names(folder):
@@ -57,3 +57,21 @@ def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path):
     beside.chmod(0o755)
     put_in_place(beside, tmp_path / "adapter")
     assert (tmp_path / "adapter" / "private").stat().st_mode & 0o777 == 0o644
+
+
+def test_what_was_broken_off_is_cleared_away_and_what_it_was_to_replace_comes_back(tmp_path):
+    for name in (".one.writing", ".two.deleting", ".three.earlier", ".four.earlier", "four", ".git"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    restore_earlier(tmp_path)
+    assert (tmp_path / "three" / "file").read_text() == ".three.earlier"
+    delete_leftovers(tmp_path)
+    assert sorted(names(tmp_path)) == [".git", "four", "three"]
+    assert (tmp_path / "four" / "file").read_text() == "four"
+    delete_leftovers(tmp_path / "nowhere")
+
+
+def test_a_deleted_folder_leaves_nothing(tmp_path):
+    (tmp_path / "old" / "inner").mkdir(parents=True)
+    delete_folder(tmp_path / "old")
+    assert names(tmp_path) == []

@@ -25,7 +25,7 @@ def run_of(folder: Path, world: World, name: str, data: TinyData, compute_dtype:
     from accelerate.state import AcceleratorState
     from transformers import AutoTokenizer
 
-    from tunebook.training.run import build_run
+    from tunebook.training.ready import build_run
 
     AcceleratorState._reset_state()  # precision is told to accelerate once in a process, and runs here differ in it
     base = folder / "base"
@@ -103,6 +103,7 @@ def first_loss(folder: Path, world: World) -> Finding:
 def resumed(folder: Path, world: World) -> Finding:
     """Break off inside epoch 2, go on from that checkpoint, and return the difference to the unbroken run."""
     from tunebook.adapter import adapter_tensors
+    from tunebook.checkpoints import check_whole
     from tunebook.training.run import build_trainer
 
     data = build_data()
@@ -111,7 +112,9 @@ def resumed(folder: Path, world: World) -> Finding:
     whole.train()
     expected = adapter_tensors(whole.model)
     again = build_trainer(run_of(folder, world, "resumed", data, **recipe), None)
-    again.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-5"))
+    checkpoint = check_whole(Path(whole.args.output_dir) / "checkpoint-5")
+    again.go_on_from(checkpoint)
+    again.train_on(checkpoint)
     found = adapter_tensors(again.model)
     return {"difference": max(float((found[name] - expected[name]).abs().max()) for name in expected)}
 

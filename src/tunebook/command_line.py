@@ -1,7 +1,8 @@
 """The words after `finetune.py`: a recipe, overrides, and a few options; no option is a launcher's own."""
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import typer
@@ -64,7 +65,13 @@ def read_command(words: Sequence[str]) -> Command:
     if not command:  # --help
         raise SystemExit(0)
     _check_options(command[0])
-    return command[0]
+    return _after_restart(command[0])
+
+
+def _after_restart(command: Command) -> Command:
+    """Return the command without --fresh in an attempt after the first: what it began is what is to be gone on with."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return replace(command, fresh=False) if is_restart else command
 
 
 def _check_options(command: Command) -> None:

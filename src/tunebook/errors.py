@@ -3,10 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again may succeed
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,21 @@ class Refused(ValueError):
 class TrainingFailed(RuntimeError):
     """Training cannot go on, for a reason that is told in one line. Ends the process with exit code 1.
 
-    `on_every_rank`: every rank raises it at the same step, and rank 0 speaks for all. Otherwise each rank that raises
-    it must speak for itself.
+    `befell` tells whom: all ranks alike, this rank without the others knowing (it ran out of memory), or another rank
+    first, of which this one only feels the loss.
     """
 
-    def __init__(self, message: str, on_every_rank: bool = True) -> None:
+    def __init__(self, message: str, befell: Literal["all", "this rank", "another rank"] = "all") -> None:
+        self.befell = befell
         super().__init__(message)
-        self.on_every_rank = on_every_rank
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to stop, and it did after saving at `step` (0: nothing). Ends the process in exit code 75.
+
+    No Exception, so that nothing between takes it for a failure that can be handled.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tunebook.errors import EXIT_DONE, EXIT_FAILED, Problem, Refused
+from tunebook.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Problem, Refused
 from tunebook.launch_command import LAUNCHED_BY_TUNEBOOK
 
 SCRIPT_NAME = "finetune.py"
@@ -122,7 +122,9 @@ def _code_of_first_failure(failures: dict[int, Any]) -> int:
             print(
                 f"tunebook launch: rank {rank} was ended by signal {-code} ({signal.strsignal(-code)})", file=sys.stderr
             )
-    first = next((code for code in codes.values() if code != -signal.SIGTERM), EXIT_FAILED)
+    # 75 is also how a rank that still loads answers the agent's TERM.
+    own = [code for code in codes.values() if code not in (-signal.SIGTERM, EXIT_INTERRUPTED)]
+    first = own[0] if own else EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes.values() else EXIT_FAILED
     return first if first > 0 else EXIT_FAILED
 
 

@@ -2,24 +2,28 @@
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tunebook.checkpoints import list_checkpoints
 from tunebook.errors import Problem, Refused
+from tunebook.identity import Identity, find_differences, recipe_identity, taken_over
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
 from tunebook.recipe.reading import write_resolved
 from tunebook.recipe.schema import Recipe
 from tunebook.world import World
-from tunebook.writing import write_whole
+from tunebook.writing import delete_leftovers, write_whole
 
 SUMMARY = "run_summary.json"
+IDENTITY = "identity.json"
 LOCK = ".lock"
 # What a tunebook run writes; a folder that holds other things is not ours to fill or to move.
-OURS = ("plan.json", SUMMARY, "metrics.jsonl", "checkpoints", "adapter", "quarantine.jsonl", LOCK)
+OURS = ("plan.json", IDENTITY, SUMMARY, "metrics.jsonl", "checkpoints", "adapter", "quarantine.jsonl", LOCK)
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -39,28 +43,45 @@ def find_finished(plan: Plan, recipe_sha256: str, data_fingerprint: str) -> dict
     return summary if summary and same and summary.get("status") == "completed" else None
 
 
+@dataclass(frozen=True)
+class Begun:
+    """What an unfinished run in the folder began with: all its result depends on, and the settings that may change."""
+
+    identity: Identity
+    settings: Mapping[str, Any]
+
+
+def read_begun(run_dir: str) -> Begun | None:
+    """Return what the unfinished run in a folder began with; None where there is none, or none that went so far."""
+    try:
+        begun = json.loads((Path(run_dir) / IDENTITY).read_text(encoding="utf-8"))
+        return Begun(begun["result"], begun["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 @contextmanager
-def hold_run_folder(plan: Plan, recipe: Recipe, world: World, fresh: bool) -> Iterator[None]:
+def hold_run_folder(plan: Plan, recipe: Recipe, world: World, identity: Identity, keep: bool) -> Iterator[None]:
     """Open the run folder on rank 0 and hold it for all; every rank raises the same Refused where it cannot be had."""
     with ExitStack() as held:
         with refuse_together():
             if world.is_main:
-                held.enter_context(open_run_folder(plan, recipe, fresh))
+                held.enter_context(open_run_folder(plan, recipe, identity, keep))
         yield
 
 
 @contextmanager
-def open_run_folder(plan: Plan, recipe: Recipe, fresh: bool) -> Iterator[Path]:
-    """Make the run folder ready for a new run and hold it, so that no second run writes into it.
+def open_run_folder(plan: Plan, recipe: Recipe, identity: Identity, keep: bool) -> Iterator[Path]:
+    """Make the run folder ready for a run and hold it, so that no second run writes into it.
 
-    A finished run that is there is set aside under a dated name; an unfinished one, too, but only with `fresh`. Nothing
-    is deleted. Raises Refused when the folder is in use, holds an unfinished run, or holds something that is no run.
+    With `keep` the run goes on with what is there. Without, what is there is set aside under a dated name; nothing is
+    deleted. Raises Refused when the folder is in use, or holds something that is no run.
     """
     folder = Path(plan.run_dir)
-    check_folder(plan.run_dir, fresh)
+    check_free(folder)
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
-        if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        if not keep and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
             _set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("w")
@@ -71,31 +92,54 @@ def open_run_folder(plan: Plan, recipe: Recipe, fresh: bool) -> Iterator[Path]:
         raise Refused(Problem(f"cannot be made: {error.strerror}", "Use --run-dir DIR", str(folder))) from error
     with lock:
         _hold(lock.fileno(), folder)
+        delete_leftovers(folder)
+        delete_leftovers(folder / "checkpoints")
         write_resolved(recipe, folder / f"{recipe.stem}.yaml")
         write_whole(folder / "plan.json", json.dumps(plan.as_dict(), indent=1) + "\n")
+        written = {"result": identity, "settings": taken_over(recipe, plan)}
+        write_whole(folder / IDENTITY, json.dumps(written, indent=1) + "\n")
         yield folder
 
 
-def check_folder(run_dir: str, fresh: bool) -> None:
-    """Raise Refused if a new run may not start in the folder; changes nothing, so that every rank may ask."""
-    folder = Path(run_dir)
+def check_folder(plan: Plan, recipe: Recipe, fresh: bool, goes_on: bool = True) -> None:
+    """Raise Refused if no run of this recipe may start, or go on, in its folder; every rank may ask, nothing changes.
+
+    The data is not read yet: what it is compared by is checked later, by `training.starting`. A program that does not
+    go on from checkpoints (`goes_on`) must not write over those of one that does.
+    """
+    folder = Path(plan.run_dir)
+    check_free(folder)
+    if fresh or not is_unfinished(folder):
+        return
+    begun = read_begun(plan.run_dir)
+    has_checkpoints = bool(list_checkpoints(folder / "checkpoints"))
+    fix = "Add --fresh to set it aside and start over, or use --run-dir DIR"
+    if has_checkpoints and not goes_on:
+        raise Refused(Problem("holds checkpoints, and this program goes on from none", fix, str(folder)))
+    if begun is None and has_checkpoints:
+        raise Refused(Problem("holds checkpoints of a run whose recipe is not known", fix, str(folder)))
+    problems = find_differences(begun.identity, recipe_identity(recipe, plan), plan.run_dir) if begun else []
+    if problems:
+        raise Refused(problems)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether the folder holds a run that did not come to its end, however far it got."""
+    if not folder.is_dir() or not any(path.name != LOCK for path in folder.iterdir()):
+        return False
+    return (read_summary(folder) or {}).get("status") != "completed"
+
+
+def check_free(folder: Path) -> None:
+    """Raise Refused if the folder is in use, or no place for a run."""
     if folder.exists() and not folder.is_dir():
         raise Refused(Problem("is a file, and the run folder would stand there", "Use --run-dir DIR", str(folder)))
-    if not folder.is_dir():
-        return
-    names = {path.name for path in folder.iterdir()}
-    if not names:
-        return
-    if not names & set(OURS):
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names and not names & set(OURS):
         raise Refused(Problem("holds something that is no run", "Use --run-dir DIR", str(folder)))
     if LOCK in names:
         with (folder / LOCK).open("r+") as lock:
             _hold(lock.fileno(), folder)
-    summary = read_summary(folder) or {}
-    if summary.get("status") != "completed" and not fresh:
-        status = summary.get("status", "broken off before it trained")
-        fix = "Add --fresh to set it aside and start over, or use --run-dir DIR"
-        raise Refused(Problem(f"holds an unfinished run ({status})", fix, str(folder)))
 
 
 def _hold(lock: int, folder: Path) -> None:

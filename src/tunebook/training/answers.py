@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from tunebook.data.prepare import HeldOutExample, PreparedData
 from tunebook.quiet import quiet_libraries
 from tunebook.training.collectives import gather_shares
+from tunebook.training.stopping import StopVote
 from tunebook.world import World
 
 ANSWER_BATCH_SIZE = 32
@@ -21,12 +22,19 @@ ANSWER_MARGIN_TOKENS = 8
 MAX_ANSWER_TOKENS = 256
 
 
-def greedy_answers(model: Any, tokenizer: Any, data: PreparedData, world: World, compute_dtype: str) -> list[str]:
+def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote is optional
+    model: Any,
+    tokenizer: Any,
+    data: PreparedData,
+    world: World,
+    compute_dtype: str,
+    vote: StopVote | None = None,
+) -> list[str]:
     """Return the model's answer to each of `data.examples`, in order, on every process.
 
     Each process of the world answers its share; the adapter is used as it stands, without sampling and without the
     base's own generation settings, and an answer ends at `data.stop_token_id` or at the tokenizer's end token. The
-    model is left in the mode it was found in.
+    model is left in the mode it was found in. With a vote, StopAgreed is raised on all of them after a signal.
     """
     examples = data.examples
     encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
@@ -38,11 +46,15 @@ def greedy_answers(model: Any, tokenizer: Any, data: PreparedData, world: World,
     answers = [""] * len(share)
     with _answering(model, getattr(torch, compute_dtype)) as bare_model:
         for start in range(0, len(share), ANSWER_BATCH_SIZE):
+            if vote is not None and vote.is_asked:
+                break
             places = by_length[start : start + ANSWER_BATCH_SIZE]
             prompts = [share[place].prompt_ids for place in places]
             texts = _answer_batch(bare_model, tokenizer, prompts, data.stop_token_id, max_new_tokens)
             for place, text in zip(places, texts, strict=True):
                 answers[place] = text
+    if vote is not None:
+        vote.agree()
     return gather_shares(answers)
 
 

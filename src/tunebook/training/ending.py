@@ -11,8 +11,8 @@ from tunebook.plan_table import build_console, print_notes
 from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import find_finished
 from tunebook.training.collectives import from_rank_0
+from tunebook.training.outcome import RunResult
 from tunebook.training.result import render_result_table
-from tunebook.training.run import RunResult
 from tunebook.training.summary import recipe_sha256
 from tunebook.world import World
 

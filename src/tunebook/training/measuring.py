@@ -29,6 +29,10 @@ class Stopwatch:
         """Begin, or go on, counting."""
         self._since = time.perf_counter()
 
+    def add(self, seconds: float) -> None:
+        """Count seconds of an earlier life of the run."""
+        self._seconds += seconds
+
     def stop(self) -> None:
         """Stop counting; does nothing when it doesn't run."""
         self._seconds, self._since = self.seconds, None

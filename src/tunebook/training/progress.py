@@ -1,13 +1,23 @@
-"""How far the loop of train_ddp.py has come, when it logs and evaluates, and where the numbers go.
+"""What the loop of train_ddp.py shares with Trainer: which weights decay, when it logs and evaluates, and where to.
 
 None of it has to do with DDP: transformers' own state and rules are used, so that both programs do the same.
 """
 
 from typing import Any
 
-from transformers import DefaultFlowCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 
 from tunebook.training.reporting import ProgressReport
+
+
+def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the trained parameters in two groups for AdamW; norms and biases don't decay, as Trainer has it."""
+    decaying = set(Trainer.get_decay_parameter_names(None, model))
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return [
+        {"params": [one for name, one in trained.items() if name in decaying], "weight_decay": weight_decay},
+        {"params": [one for name, one in trained.items() if name not in decaying], "weight_decay": 0.0},
+    ]
 
 
 class Progress:

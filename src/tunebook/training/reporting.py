@@ -2,12 +2,15 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tunebook.writing import write_whole
 
 # What a line of metrics.jsonl holds, where the event has it.
 RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss")
@@ -16,11 +19,15 @@ RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss")
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
     """Shows each log and evaluation and appends it to metrics.jsonl; only rank 0 has one."""
 
-    def __init__(self, metrics_path: Path, console: Console | None = None) -> None:
+    def __init__(
+        self, metrics_path: Path, console: Console | None = None, earlier: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self._metrics_path = metrics_path
         self._console = console or Console()
-        self._began = time.monotonic()
-        self._training_began = self._began
+        # Of the lives of the run before this one: the clock goes on, and a measurement made again is the same one.
+        self._began = time.monotonic() - (earlier[-1]["seconds"] if earlier else 0.0)
+        self._measured = {(event["step"], event["eval_loss"]) for event in earlier if "eval_loss" in event}
+        self._training_began = time.monotonic()
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._num_steps_at_start = 0
@@ -55,7 +62,8 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if "loss" not in logs and "eval_loss" not in logs:
             return
         recorded = {name: logs[name] for name in RECORDED if name in logs}
-        self._record({"step": state.global_step, **recorded, "seconds": round(time.monotonic() - self._began, 3)})
+        if (state.global_step, logs.get("eval_loss")) not in self._measured:
+            self._record({"step": state.global_step, **recorded, "seconds": round(time.monotonic() - self._began, 3)})
         if self._progress is not None and "loss" in logs:
             # Loss and rate alone, so that the line fits a terminal of 80 columns.
             shown: dict[str, float] = {name: logs[name] for name in ("loss", "learning_rate") if name in logs}
@@ -93,6 +101,24 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def keep_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """Keep the events up to a step of a run that is gone on with, none without a step, and return them.
+
+    Later ones come again, and a line that was being written when the run was killed is none.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if step is not None and path.is_file() else []:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event["step"] <= step:
+            kept.append(event)
+    if path.is_file():
+        write_whole(path, "".join(json.dumps(event) + "\n" for event in kept))
+    return kept
 
 
 def render_metrics(logs: dict[str, float]) -> str:

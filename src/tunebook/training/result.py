@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tunebook.training.run import RunResult
+from tunebook.training.outcome import RunResult
 
 NUM_SAMPLES = 3
 LONGEST_SHOWN = 60

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunebook.data.prepare import PreparedData
+from tunebook.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted
 from tunebook.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import SUMMARY
@@ -106,5 +107,6 @@ def write_summary(summary: RunSummary, run_dir: str) -> None:
 
 def failed_summary(summary: RunSummary, error: BaseException) -> RunSummary:
     """Return the summary of a run that ended with `error`, naming the error at the root of it."""
-    status: Literal["interrupted", "failed"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    return replace(summary, status=status, exit_code=1, error=f"{type(error).__name__}: {error}".strip())
+    if isinstance(error, Interrupted):
+        return replace(summary, status="interrupted", exit_code=EXIT_INTERRUPTED, error=str(error))
+    return replace(summary, status="failed", exit_code=EXIT_FAILED, error=f"{type(error).__name__}: {error}".strip())

@@ -7,20 +7,20 @@ import torch
 from peft import PeftModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from tunebook.adapter import write_adapter_weights
-from tunebook.data.prepare import PreparedData
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, pad_right
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import check_finite, summed_token_loss
-from tunebook.training.measuring import Stopwatch, TokenCounts
+from tunebook.training.ready import ReadyRun
+from tunebook.training.resumable import ResumableTrainer
 from tunebook.training.unused_parameters import check_all_used, naming_unused
 
 
-class RecipeTrainer(Trainer):  # type: ignore[misc]
+class RecipeTrainer(ResumableTrainer):
     """Trains on global batches that depend on seed, epoch and step alone, and evaluates each held-out token once.
 
     The loss of a step is the sum over all labels of the global batch, on all processes, divided by their number. The
@@ -28,39 +28,28 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
     held-out rows divided by their number, whatever the batch size and the number of processes.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        args: TrainingArguments,
-        data: PreparedData,
-        batches: GlobalBatchSampler,
-        callbacks: list[TrainerCallback],
-    ) -> None:
-        self.batches = batches
-        self.tokens = TokenCounts()
-        self.stopwatch = Stopwatch()
+    def __init__(self, run: ReadyRun, callbacks: list[TrainerCallback]) -> None:
+        self.batches = run.batches
+        self.last_micro_batch: dict[str, Any] | None = None
         super().__init__(
-            model=model,
-            args=args,
+            model=run.model,
+            args=run.arguments,
+            wall=run.wall,
             data_collator=pad_right,
-            train_dataset=Rows(data.train),
-            eval_dataset=Rows(data.evaluation) if data.num_eval_rows else None,
-            callbacks=[TrainingPace(batches, self.stopwatch), *callbacks],
+            train_dataset=Rows(run.data.train),
+            eval_dataset=Rows(run.data.evaluation) if run.data.num_eval_rows else None,
+            callbacks=[TrainingPace(self), *callbacks],
         )
         self.remove_callback(PrinterCallback)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Count the micro-batch's tokens from its shape, without touching the device, and train on it."""
+        self.check_stop()
+        self.last_micro_batch = inputs
         self.tokens.count(inputs)
         inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
         with naming_unused(self.model):
             return super().training_step(model, inputs, num_items_in_batch)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Trainer does, off the clock that measures training."""
-        with self.stopwatch.paused():
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        return metrics
 
     def held_out_loss(self) -> float | None:
         """Return the held-out loss of the weights as they stand, or None where no rows are held out.
@@ -97,12 +86,15 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         num_tokens = 0
         for batch in dataloader:
+            if self.vote.is_asked:
+                break
             num_tokens += batch["num_trained_tokens"]
             labels = self._prepare_input(batch["labels"])
             inputs = self._prepare_input({name: batch[name] for name in ("input_ids", "attention_mask")})
             with torch.no_grad(), self.accelerator.autocast():
                 total += summed_token_loss(self.model(**inputs, use_cache=False).logits, labels)
         self.model.train(was_training)
+        self.vote.agree()
         loss, num_tokens_of_all = sum_over_processes([total.item(), num_tokens], self.args.device)
         metrics = {f"{metric_key_prefix}_loss": loss / max(num_tokens_of_all, 1)}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
@@ -129,10 +121,6 @@ class RecipeTrainer(Trainer):  # type: ignore[misc]
         if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
             model.forward_sync_buffers = False
         return model, dataloader
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self.stopwatch.paused():
-            super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save an adapter without peft's blank model card and its look at the Hub for the base's vocabulary."""
@@ -169,21 +157,24 @@ class ReplicaCheck(TrainerCallback):  # type: ignore[misc]
 class TrainingPace(TrainerCallback):  # type: ignore[misc]
     """Tells the sampler each epoch's number, keeps the clock of training, and has the last step logged."""
 
-    def __init__(self, batches: GlobalBatchSampler, stopwatch: Stopwatch) -> None:
-        self._batches = batches
-        self._stopwatch = stopwatch
+    def __init__(self, trainer: RecipeTrainer) -> None:
+        self._trainer = trainer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the clock once everything is prepared."""
-        self._stopwatch.start()
+        self._trainer.stopwatch.start()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the epoch: Trainer's own call stops at the wrappers that accelerate puts around a resumed sampler."""
-        self._batches.set_epoch(int(state.epoch or 0))
+        """Set the epoch: Trainer's own call stops at the wrappers that accelerate puts around a resumed sampler.
+
+        It is counted in whole steps: `state.epoch` is a sum of fractions.
+        """
+        batches = self._trainer.batches
+        batches.set_epoch(state.global_step // batches.num_global_batches)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the last step whatever logging_steps is, so that the final loss is known."""
@@ -194,4 +185,4 @@ class TrainingPace(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop the clock."""
-        self._stopwatch.stop()
+        self._trainer.stopwatch.stop()

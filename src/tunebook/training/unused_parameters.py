@@ -49,4 +49,4 @@ def _failure(unused: list[str], when: str) -> TrainingFailed:
         f"unused trained parameters: {', '.join(unused[:NUM_NAMED])}{more} got no gradient {when}, and DDP reduces "
         f"only what every rank has. Leave them out of lora, or set {SETTING}=true, which searches the graph each step"
     )
-    return TrainingFailed(message, on_every_rank=False)
+    return TrainingFailed(message, befell="this rank")

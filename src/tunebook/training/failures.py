@@ -1,0 +1,104 @@
+"""How training ends before its end: stopped by a signal, or for a failure that is understood and said in one line."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tunebook.checkpoints import list_checkpoints
+from tunebook.errors import Interrupted, TrainingFailed
+from tunebook.plan import Plan
+from tunebook.signals import deferred_signals, ignore_signals
+from tunebook.training.collectives import wait_for_all
+from tunebook.training.outcome import Training
+from tunebook.training.stopping import StopAgreed
+
+# What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
+PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+# torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
+LAUNCHER_NOTICES_SECONDS = 0.5
+AGAIN = "run the same command again"
+# torch has an error of its own for a GPU, and none for a CPU.
+NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+@contextmanager
+def saying_why(trainer: Training, plan: Plan, save: Callable[[], int] | None = None) -> Iterator[None]:
+    """Let a signal stop training where all processes agree to, and turn failures that are understood into words.
+
+    Raises Interrupted on all processes after a signal to any of them, and TrainingFailed. `save` saves a checkpoint
+    after the last whole step, and returns that step, or 0 where there was none.
+    """
+    with deferred_signals(), trainer.vote.heard(), stopping(trainer, save), explaining(trainer, plan):
+        yield
+
+
+@contextmanager
+def stopping(trainer: Training, save: Callable[[], int] | None) -> Iterator[None]:
+    """Save where all processes agreed to stop, and raise Interrupted on all of them."""
+    try:
+        yield
+    except StopAgreed as agreed:
+        step = save() if save is not None else 0
+        # The first rank to leave makes the launcher end the others, whose exit code should be their own.
+        ignore_signals()
+        wait_for_all()
+        state = trainer.state
+        if step:
+            what = f"at step {step} of {state.max_steps}, and checkpoint-{step} is saved: {AGAIN} to go on"
+        elif state.global_step:
+            what = f"at step {state.global_step} of {state.max_steps}, and nothing is saved: {AGAIN} to start over"
+        else:
+            what = f"before the first step was done: {AGAIN} to go on"
+        raise Interrupted(f"stopped by {agreed} {what}", step) from agreed
+
+
+@contextmanager
+def explaining(trainer: Training, plan: Plan) -> Iterator[None]:
+    """Turn running out of memory, and the loss of another process, into TrainingFailed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        said = str(error).lower()
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in NO_MEMORY):
+            raise TrainingFailed(_render_out_of_memory(trainer, plan), befell="this rank") from error
+        if any(words in said for words in PEER_IS_GONE):
+            last = _last_checkpoint(plan)
+            message = f"another process of the group ended; the launcher names the one that did so first. {last}"
+            time.sleep(LAUNCHER_NOTICES_SECONDS)
+            raise TrainingFailed(message, befell="another rank") from error
+        raise
+
+
+def _render_out_of_memory(trainer: Training, plan: Plan) -> str:
+    """Return where memory ran out, and settings that need less of it at the same global batch."""
+    rows, tokens = plan.per_device_train_batch_size, plan.max_length
+    if trainer.last_micro_batch is not None:
+        rows, tokens = trainer.last_micro_batch["input_ids"].shape
+    micro, accumulation = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
+    advice = []
+    if micro > 1:
+        smaller = max(size for size in range(1, micro) if plan.global_batch_size % (size * plan.world_size) == 0)
+        steps = plan.global_batch_size // (smaller * plan.world_size)
+        advice.append(
+            f"training.per_device_train_batch_size: {smaller} (with gradient_accumulation_steps {steps} the global "
+            f"batch stays {plan.global_batch_size})"
+        )
+    if not plan.activation_checkpointing:
+        advice.append("training.activation_checkpointing: true")
+    if plan.max_length > 2:
+        advice.append(f"data.max_length below {tokens} (changes the rows, so it needs --fresh)")
+    return (
+        f"out of memory at step {trainer.state.global_step + 1}: {rows} rows of up to {tokens} tokens, "
+        f"per_device_train_batch_size {micro}, gradient_accumulation_steps {accumulation}, {plan.compute_dtype}, "
+        f"{plan.method}. Less memory: {'; or '.join(advice)}. {_last_checkpoint(plan)}"
+    )
+
+
+def _last_checkpoint(plan: Plan) -> str:
+    folders = list_checkpoints(Path(plan.run_dir) / "checkpoints")
+    if not folders:
+        return "No checkpoint was saved"
+    return f"The last checkpoint is {folders[-1]}; the same command goes on from it"

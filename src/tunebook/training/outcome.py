@@ -1,0 +1,150 @@
+"""What comes out of a run: held-out rows before and after, the adapter, and run_summary.json from start to end."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import TrainerState
+
+from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
+from tunebook.data.prepare import write_quarantine
+from tunebook.errors import Interrupted
+from tunebook.training.agreement import check_replicas
+from tunebook.training.answers import greedy_answers, num_exact_matches
+from tunebook.training.collectives import largest_over_processes, sum_over_processes, wait_for_all
+from tunebook.training.loss import check_weights_finite
+from tunebook.training.measuring import PeakMemory, Stopwatch, TokenCounts
+from tunebook.training.ready import ReadyRun
+from tunebook.training.reporting import ProgressReport, keep_metrics
+from tunebook.training.stopping import StopVote
+from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
+
+
+class Training(Protocol):
+    """What has trained, or will: the Trainer of finetune.py, or the loop of train_ddp.py."""
+
+    model: Any
+    state: TrainerState
+    tokens: TokenCounts
+    stopwatch: Stopwatch
+    vote: StopVote
+    last_micro_batch: dict[str, Any] | None
+
+    def held_out_loss(self) -> float | None:
+        """Return the held-out loss of the weights as they stand, or None where no rows are held out."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What the model does on held-out rows at one moment; the loss is None where none are held out."""
+
+    loss: float | None
+    answers: tuple[str, ...]
+    num_exact_matches: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came out of a run: its summary, held-out rows before and after, and notes for the user."""
+
+    run: ReadyRun
+    summary: RunSummary
+    before: HeldOut
+    after: HeldOut
+    notes: tuple[str, ...]
+
+
+def begin_folder(run: ReadyRun) -> RunSummary:
+    """Write what is known before step 1, on rank 0: the running summary, and the rows that cannot be used."""
+    summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
+    write_on_main(run, summary)
+    if run.world.is_main and run.data.num_bad_rows:
+        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
+    return summary
+
+
+def build_report(run: ReadyRun, after_step: int | None = None) -> ProgressReport | None:
+    """Return what shows the run and writes metrics.jsonl on rank 0, and None on the other ranks.
+
+    Of an earlier life of the run the lines up to `after_step` are kept, none where it is None.
+    """
+    if not run.world.is_main:
+        return None
+    metrics = Path(run.plan.run_dir) / "metrics.jsonl"
+    return ProgressReport(metrics, earlier=keep_metrics(metrics, after_step))
+
+
+def measure_held_out(trainer: Training, run: ReadyRun) -> HeldOut:
+    """Return the held-out loss and the answers to held-out prompts, as the weights stand now."""
+    answers = answer_held_out(trainer, run)
+    return HeldOut(trainer.held_out_loss(), tuple(answers), num_exact_matches(run.data.examples, answers))
+
+
+def answer_held_out(trainer: Training, run: ReadyRun) -> list[str]:
+    """Return the model's answers to the held-out prompts, on every process."""
+    return greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype, trainer.vote)
+
+
+def complete_summary(
+    summary: RunSummary, run: ReadyRun, trainer: Training, memory: PeakMemory, after: HeldOut
+) -> RunSummary:
+    """Return the summary of the finished run; every process takes part in its sums."""
+    tokens, device = trainer.tokens, run.world.device
+    processed, padded, trained = sum_over_processes([tokens.processed, tokens.padded, tokens.trained], device)
+    [peak] = largest_over_processes([memory.stop() or 0], device)
+    losses = [logged["loss"] for logged in trainer.state.log_history if "loss" in logged]
+    seconds = trainer.stopwatch.seconds
+    return replace(
+        summary,
+        status="completed",
+        exit_code=0,
+        num_optimizer_steps=trainer.state.global_step,
+        processed_tokens=int(processed),
+        padded_tokens=int(padded),
+        trained_tokens=int(trained),
+        first_loss=losses[0] if losses else None,
+        final_loss=losses[-1] if losses else None,
+        eval_loss=after.loss,
+        exact_match_after=exact_share(after, run),
+        num_exact_match_rows=len(run.data.examples),
+        tokens_per_second=trained / seconds if seconds else None,
+        training_seconds=seconds,
+        peak_memory_bytes=int(peak) or None,
+        wall_seconds=run.wall.seconds,
+        adapter_dir=run.plan.adapter_dir,
+        adapter_sha256=tensor_sha256(adapter_tensors(trainer.model)),
+    )
+
+
+def exact_share(held_out: HeldOut, run: ReadyRun) -> float | None:
+    """Return which part of the held-out prompts was answered word for word; None without prompts."""
+    return held_out.num_exact_matches / len(run.data.examples) if run.data.examples else None
+
+
+def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
+    """Write the adapter on rank 0, with the others waiting until it is whole; return rank 0's notes for the user.
+
+    What rank 0 writes must be what all ranks trained: a step whose gradient was not reduced on all of them, which DDP
+    would only notice in the next one, ends here.
+    """
+    check_replicas(model, run.plan.num_optimizer_steps or 0)
+    check_weights_finite(model)
+    notes: tuple[str, ...] = ()
+    if run.world.is_main:
+        folder = Path(run.plan.adapter_dir)
+        notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id)
+    wait_for_all()
+    return notes
+
+
+def write_failure_on_main(run: ReadyRun, summary: RunSummary, trainer: Training, error: BaseException) -> None:
+    """Write on rank 0 that the run ended with `error`, after how many steps and seconds."""
+    step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
+    failed = replace(failed_summary(summary, error), num_optimizer_steps=step, wall_seconds=run.wall.seconds)
+    write_on_main(run, failed)
+
+
+def write_on_main(run: ReadyRun, summary: RunSummary) -> None:
+    """Write run_summary.json on rank 0."""
+    if run.world.is_main:
+        write_summary(summary, run.plan.run_dir)

@@ -1,0 +1,120 @@
+"""Whether a run begins, or goes on from a checkpoint: decided by rank 0, agreed on by all, said before weights load."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunebook.checkpoints import MANIFEST, Checkpoint, NotWhole, check_whole, find_newest
+from tunebook.data.prepare import PreparedData
+from tunebook.errors import Problem, Refused
+from tunebook.identity import (
+    SCHEDULE,
+    Identity,
+    base_of,
+    find_differences,
+    find_taken_over,
+    recipe_identity,
+    taken_over,
+    tokenizer_digest,
+)
+from tunebook.model import load_architecture
+from tunebook.plan import Plan
+from tunebook.plan_table import build_console, print_notes
+from tunebook.process_group import refuse_together
+from tunebook.recipe.schema import Recipe
+from tunebook.run_folder import is_unfinished, read_begun
+from tunebook.training.collectives import from_rank_0
+from tunebook.world import World
+from tunebook.writing import restore_earlier
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts: from a checkpoint or from step 0, in the folder as it is or with what is there set aside."""
+
+    identity: Identity
+    checkpoint: Checkpoint | None = None
+    keep: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_start(recipe: Recipe, plan: Plan, world: World, identity: Identity, fresh: bool) -> Start:
+    """Return how the run starts, the same on every rank; rank 0 prints what is gone on with and what is taken over.
+
+    Raises Refused where an unfinished run in the folder would end with another result, or where a rank cannot read the
+    checkpoint that rank 0 chose.
+    """
+    start: Start | None = None
+    with refuse_together():
+        if world.is_main:
+            start = _decide(recipe, plan, identity, fresh)
+    start = from_rank_0(start)
+    assert start is not None
+    with refuse_together():
+        if start.checkpoint is not None:
+            _check_visible(start.checkpoint, world)
+    if world.is_main:
+        print_notes(start.notes, build_console())
+    return start
+
+
+def build_identity(recipe: Recipe, plan: Plan, tokenizer: Any, data: PreparedData) -> Identity:
+    """Return all that the result depends on: what recipe and plan say, the rows, the tokenizer and the base."""
+    return {
+        **recipe_identity(recipe, plan),
+        "data": data.data_fingerprint,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "base model": base_of(recipe, lambda: getattr(load_architecture(recipe), "_commit_hash", None)),
+    }
+
+
+def _decide(recipe: Recipe, plan: Plan, identity: Identity, fresh: bool) -> Start:
+    folder = Path(plan.run_dir)
+    if fresh or not is_unfinished(folder):
+        return Start(identity)
+    begun = read_begun(plan.run_dir)
+    if begun is None:  # broken off before it came to anything
+        return Start(identity, keep=True)
+    problems = find_differences(begun.identity, identity, plan.run_dir)
+    if problems:
+        raise Refused(problems)
+    notes = find_taken_over(begun.settings, taken_over(recipe, plan))
+    for key in SCHEDULE:
+        before, now = begun.identity.get(key), identity.get(key)
+        if before != now:
+            before, now = (json.dumps(value).removesuffix(".0") for value in (before, now))
+            notes.append(f"{key}: {now}, was {before}; the adapter is not that of a run planned so from its start")
+    if (recipe.lora or {}).get("lora_dropout") and begun.settings.get("processes") != plan.world_size:
+        notes.append("lora.lora_dropout: another number of processes draws other numbers from here on")
+    restore_earlier(folder / "checkpoints")
+    checkpoint, skipped = find_newest(folder / "checkpoints")
+    notes += skipped
+    if checkpoint is None:
+        notes.append(f"no whole checkpoint in {folder}: the unfinished run there starts again from step 0")
+        return Start(identity, None, True, tuple(notes))
+    _check_length(plan, checkpoint)
+    notes.append(f"going on from {checkpoint.folder}, after step {checkpoint.step} of {plan.num_optimizer_steps}")
+    return Start(identity, checkpoint, True, tuple(notes))
+
+
+def _check_length(plan: Plan, checkpoint: Checkpoint) -> None:
+    total = plan.num_optimizer_steps
+    if total is not None and checkpoint.step > total:
+        message = f"{checkpoint.folder} is after step {checkpoint.step}, and this run would end at step {total}"
+        fix = "Restore num_train_epochs or max_steps, or add --fresh to set that run aside and start over"
+        raise Refused(Problem(message, fix, plan.recipe, "training"))
+
+
+def _check_visible(chosen: Checkpoint, world: World) -> None:
+    """Refuse where this rank cannot read the checkpoint, or reads another one at its place."""
+    if world.is_main:
+        return
+    where = str(chosen.folder / MANIFEST)
+    fix = "Put the run folder where every machine sees it, by --run-dir DIR"
+    try:
+        seen = check_whole(chosen.folder)
+    except NotWhole as error:
+        raise Refused(Problem(f"cannot be read on this machine: {error}", fix, where)) from error
+    if replace(seen, folder=chosen.folder) != chosen:
+        raise Refused(Problem("is not the checkpoint that rank 0 goes on from", fix, where))

@@ -1,0 +1,171 @@
+"""Faults that a forked rank makes for itself, chosen by FAULT and steered by FAULT_... variables.
+
+Each prints `[fault]` when it strikes: one that never did shows nothing, and its test fails.
+"""
+
+import errno
+import os
+import signal
+import sys
+import time
+
+
+def number(name: str, default: int = 0) -> int:
+    return int(os.environ.get(f"FAULT_{name}", default))
+
+
+def is_here() -> bool:
+    """Whether this rank is among those that FAULT_RANKS names; all are where it names none."""
+    ranks = os.environ.get("FAULT_RANKS")
+    return ranks is None or os.environ.get("RANK", "0") in ranks.split(",")
+
+
+def say(what: str) -> None:
+    print(f"[fault] rank {os.environ.get('RANK', '0')} {what}", file=sys.stderr, flush=True)
+
+
+def send_own_signal() -> None:
+    name = os.environ["FAULT_SIGNAL"]
+    say(name)
+    for _ in range(number("TIMES", 1)):
+        os.kill(os.getpid(), signal.Signals[name])
+        time.sleep(0.3)  # the thread that acts on it needs a moment
+
+
+def signal_in_window() -> None:
+    """Get FAULT_SIGNAL before micro-batch FAULT_MICRO of the step after FAULT_STEP."""
+    from tunebook.training.trainer import RecipeTrainer
+
+    check_stop = RecipeTrainer.check_stop
+
+    def check(trainer: RecipeTrainer) -> None:
+        if (trainer.state.global_step, trainer._num_micro_steps) == (number("STEP"), number("MICRO")) and is_here():
+            send_own_signal()
+        check_stop(trainer)
+
+    RecipeTrainer.check_stop = check
+
+
+def signal_in_evaluation() -> None:
+    """Get FAULT_SIGNAL in the evaluation after FAULT_STEP."""
+    from tunebook.training.trainer import RecipeTrainer
+
+    evaluation_loop = RecipeTrainer.evaluation_loop
+
+    def evaluate(trainer: RecipeTrainer, *args, **kwargs):
+        if trainer.state.global_step == number("STEP") and is_here():
+            send_own_signal()
+        return evaluation_loop(trainer, *args, **kwargs)
+
+    RecipeTrainer.evaluation_loop = evaluate
+
+
+def signal_in_last_answers() -> None:
+    """Get FAULT_SIGNAL when training is over and the held-out prompts are answered."""
+    from tunebook.training import run
+
+    measure = run.measure_held_out
+
+    def measure_held_out(trainer, ready):
+        if trainer.state.global_step and is_here():
+            send_own_signal()
+        return measure(trainer, ready)
+
+    run.measure_held_out = measure_held_out
+
+
+def signal_while_loading() -> None:
+    from tunebook.training import ready
+
+    build_model = ready.build_model
+
+    def build(*args):
+        if is_here():
+            send_own_signal()
+        return build_model(*args)
+
+    ready.build_model = build
+
+
+def break_saving() -> None:
+    """Fail, or be killed, at the FAULT_NTH file named FAULT_FILE that torch or safetensors saves.
+
+    FAULT_MODE is enospc (the disk is full), kill (before the file) or half (after half of it).
+    """
+    import safetensors.torch
+    import torch
+
+    seen = [0]
+
+    def hook(save, place):
+        def saved(*args, **kwargs):
+            path = str(args[place])
+            if path.endswith(os.environ["FAULT_FILE"]) and is_here():
+                seen[0] += 1
+                if seen[0] == number("NTH", 1):
+                    strike(lambda: save(*args, **kwargs), path)
+            return save(*args, **kwargs)
+
+        return saved
+
+    torch.save = hook(torch.save, 1)
+    safetensors.torch.save_file = hook(safetensors.torch.save_file, 1)
+
+
+def strike(save, path: str) -> None:
+    mode = os.environ["FAULT_MODE"]
+    say(f"{mode} at {path}")
+    if mode == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    if mode == "half":
+        save()
+        os.truncate(path, os.path.getsize(path) // 2)  # noqa: PTH202
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def no_room_for_files() -> None:
+    """Have the system itself refuse to write files beyond FAULT_BYTES, as a full disk does in the middle of one."""
+    import resource
+
+    from tunebook.training import saving
+
+    write = saving._write
+
+    def limited(trainer, progress, *args):
+        if progress.step >= number("STEP"):
+            say(f"no file beyond {number('BYTES')} bytes")
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (number("BYTES"), resource.RLIM_INFINITY))
+        try:
+            return write(trainer, progress, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    saving._write = limited
+
+
+def out_of_memory() -> None:
+    """Run out of memory in the FAULT_NTH backward pass."""
+    import torch
+
+    seen, backward = [0], torch.Tensor.backward
+
+    def limited(tensor, *args, **kwargs):
+        seen[0] += 1
+        if seen[0] == number("NTH") and is_here():
+            say("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+        return backward(tensor, *args, **kwargs)
+
+    torch.Tensor.backward = limited
+
+
+def cannot_see_checkpoints() -> None:
+    """Be on a machine that does not have the run folder of rank 0."""
+    from pathlib import Path
+
+    from tunebook.training import starting
+
+    if is_here():
+        check_whole = starting.check_whole
+        starting.check_whole = lambda folder: check_whole(Path("/nowhere") / folder)

@@ -1,0 +1,101 @@
+"""What a result depends on, and what it doesn't: each key of a recipe is one or the other."""
+
+from dataclasses import replace
+
+import pytest
+
+from tunebook.identity import find_differences, folder_digest, recipe_identity, taken_over
+from tunebook.plan import build_plan
+from tunebook.recipe.reading import load_recipe
+from tunebook.world import World, world_of
+
+RECIPE = """
+model: {name_or_path: a/b, dtype: float32}
+lora: {r: 8}
+data: {path: a/b, validation: 0.1}
+training: {global_batch_size: 8, per_device_train_batch_size: 2}
+"""
+
+
+@pytest.fixture
+def identity(tmp_path):
+    path = tmp_path / "case.yaml"
+    path.write_text(RECIPE)
+
+    def identity_of(*words, world=None):
+        recipe = load_recipe(str(path), words)
+        return recipe_identity(recipe, build_plan(recipe, world or World()))
+
+    return identity_of
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.per_device_train_batch_size=4"],
+        ["training.activation_checkpointing=false", "training.logging_steps=1"],
+        ["training.save_strategy=epoch", "training.save_total_limit=2", "training.eval_strategy=no"],
+        ["training.dataloader_num_workers=2", "training.ddp_timeout=60", "data.answer_rows=0"],
+        ["model.base_id=me/b", "data.max_bad_fraction=0.5"],
+        ["training.weight_decay=0.0", "training.seed=42", "lora.lora_dropout=0.0"],  # the defaults, written out
+    ],
+)
+def test_what_changes_no_result_makes_no_difference(identity, words):
+    assert find_differences(identity(), identity(*words), "runs/case") == []
+    assert identity() == identity(world=world_of(4))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("training.weight_decay=0.1", "training.weight_decay"),
+        ("training.seed=1", "training.seed"),
+        ("training.lr_scheduler_type=cosine", "training.lr_scheduler_type"),
+        ("training.warmup_steps=5", "training.warmup_steps"),
+        ("training.max_grad_norm=0.5", "training.max_grad_norm"),
+        ("lora.r=4", "lora.r"),
+        ("lora.use_dora=true", "lora.use_dora"),
+        ("data.validation=0.2", "data.validation"),
+        ("model.attn_implementation=eager", "model.attn_implementation"),
+    ],
+)
+def test_what_changes_the_result_is_named(identity, word, key):
+    problems = find_differences(identity(), identity(word), "runs/case")
+    assert key in {problem.key for problem in problems}
+    assert all("runs/case" in problem.message for problem in problems)
+
+
+def test_the_best_model_makes_the_moments_of_measuring_count(identity):
+    best = ["training.load_best_model_at_end=true", "training.eval_strategy=steps", "training.save_strategy=steps"]
+    every = ["training.eval_steps=5", "training.save_steps=5"]
+    other = ["training.eval_steps=4", "training.save_steps=4"]
+    keys = {problem.key for problem in find_differences(identity(*best, *every), identity(*best, *other), "x")}
+    assert keys == {"training.eval_steps", "training.save_steps"}
+
+
+def test_contents_are_compared_where_both_know_them(identity):
+    full = {**identity(), "data": "one", "tokenizer": "t", "base model": "b"}
+    assert find_differences(full, identity(), "x") == []
+    assert [problem.key for problem in find_differences(full, {**full, "data": "two"}, "x")] == ["data"]
+
+
+def test_a_base_is_known_by_its_weights_wherever_it_stands(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(range(256)) * 2000)
+    one = folder_digest(str(tmp_path / "one"))
+    assert folder_digest(str(tmp_path / "two")) == one
+    with (tmp_path / "two" / "model.safetensors").open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"\x00\x00")
+    assert folder_digest(str(tmp_path / "two")) != one
+
+
+def test_what_may_differ_is_listed_for_the_announcement(tmp_path):
+    path = tmp_path / "case.yaml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(str(path), ["training.save_steps=7"])
+    plan = build_plan(recipe, World())
+    assert taken_over(recipe, plan)["training.save_steps"] == 7
+    assert taken_over(recipe, replace(plan, world_size=2))["processes"] == 2

@@ -1,0 +1,173 @@
+"""Signals, full disks and exhausted memory: what is on disk stays whole, the exit code tells, and nothing runs on."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from broken_off import adapter_of, largest_difference, steps_saved, summary_of
+from test_resume import Place, same_result
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = Place(tmp_path_factory.mktemp("interruption"))
+    yield place
+    place.server.close()
+
+
+def until(life, text, place, seconds=60):
+    """Wait until the life has printed a text."""
+    deadline = time.monotonic() + seconds
+    while text not in life.output():
+        assert time.monotonic() < deadline and not life.is_over, life.output()[-3000:]
+        place.server.poll(0.02)
+
+
+LONG = ("training.num_train_epochs=2000", "training.save_steps=1000000", "data.answer_rows=0", "data.validation=0")
+
+
+@pytest.mark.parametrize(("name", "size", "ranks"), [("SIGTERM", 1, [0]), ("SIGINT", 2, [1]), ("SIGUSR1", 2, [0])])
+def test_a_signal_to_any_rank_saves_and_ends_all_of_them(place, name, size, ranks):
+    life = place.begin(f"long-{name}", size, *LONG)
+    until(life, "step 3/", place)
+    sent = time.monotonic()
+    for rank in ranks:
+        os.kill(life.pids[rank], signal.Signals[name])
+    place.server.wait(life)
+    assert life.rank_codes() == [75] * size and max(life.ended.values()) - sent < 10
+    run_dir = place.folder / f"long-{name}"
+    [step] = steps_saved(run_dir)
+    assert f"stopped by {name} at step {step} of 8000, and checkpoint-{step} is saved" in life.output()
+    assert "Traceback" not in life.output()
+    again = place.begin(run_dir.name, size, *LONG)
+    until(again, f"step {step + 1}/8000", place)
+    assert f"step {step}/8000" not in again.output()
+    for pid in again.pids:
+        os.kill(pid, signal.SIGKILL)
+    place.server.wait(again)
+
+
+def test_a_second_signal_ends_at_once(place):
+    life = place.run(
+        "twice", 1, FAULT="signal_in_window", FAULT_SIGNAL="SIGTERM", FAULT_STEP="4", FAULT_MICRO="1", FAULT_TIMES="2"
+    )
+    assert life.rank_codes() == [128 + signal.SIGTERM]
+    assert "interrupted by SIGTERM a second time" in life.output() and steps_saved(place.folder / "twice") == [2, 4]
+
+
+def test_a_signal_while_loading_ends_at_once_and_makes_nothing(place):
+    life = place.run("loading", 1, FAULT="signal_while_loading", FAULT_SIGNAL="SIGINT")
+    assert life.rank_codes() == [75] and "interrupted by SIGINT before training" in life.output()
+    assert not (place.folder / "loading").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "saved"),
+    [("signal_in_evaluation", 0, 0), ("signal_in_evaluation", 3, 3), ("signal_in_last_answers", 9, 9)],
+)
+def test_a_signal_while_measuring_is_heard_and_the_measurement_made_later(place, fault, step, saved):
+    for size in (1, 2):
+        name = f"{fault}-{step}-{size}"
+        asked = {"FAULT": fault, "FAULT_SIGNAL": "SIGTERM", "FAULT_STEP": str(step), "FAULT_RANKS": str(size - 1)}
+        life = place.run(name, size, **asked)
+        assert life.rank_codes() == [75] * size, life.output()[-3000:]
+        assert steps_saved(place.folder / name)[-1:] == ([saved] if saved else [])
+        assert place.run(name, size).rank_codes() == [0] * size
+        same_result(place.folder / name, place.unbroken(size))
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "rng_state.pth"])
+def test_a_full_disk_is_said_and_the_checkpoint_before_it_used(place, file):
+    name = f"full-{file[:3]}"
+    life = place.run(name, 1, FAULT="break_saving", FAULT_FILE=file, FAULT_NTH="2", FAULT_MODE="enospc")
+    assert life.rank_codes() == [1] and "[fault] rank 0 enospc" in life.output()
+    assert "checkpoint-4 could not be saved: No space left on device" in life.output()
+    assert "Traceback" not in life.output() and steps_saved(place.folder / name) == [2]
+    assert summary_of(place.folder / name)["status"] == "failed"
+    assert not list((place.folder / name / "checkpoints").glob(".*")), "the space is given back"
+    again = place.run(name)
+    assert again.rank_codes() == [0] and "after step 2 of 9" in again.output()
+    same_result(place.folder / name, place.unbroken(1))
+
+
+def test_a_file_that_the_system_cuts_short_fails_on_every_rank(place):
+    life = place.run("short", 2, FAULT="no_room_for_files", FAULT_STEP="4", FAULT_BYTES="6000", FAULT_RANKS="0")
+    assert life.rank_codes() == [1, 1], life.output()[-3000:]
+    assert life.output().count("checkpoint-4 could not be saved") == 1 and "Traceback" not in life.output()
+    assert place.run("short", 2).rank_codes() == [0, 0]
+    same_result(place.folder / "short", place.unbroken(2))
+
+
+@pytest.mark.parametrize("mode", ["kill", "half"])
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "rng_state_1.pth"])
+def test_being_killed_while_saving_leaves_the_checkpoint_before(place, file, mode):
+    name = f"killed-{file[:3]}-{mode}"
+    fault = {"FAULT": "break_saving", "FAULT_FILE": file, "FAULT_NTH": "2", "FAULT_MODE": mode}
+    life = place.run(name, 2, FAULT_RANKS="0", **fault)
+    assert life.rank_codes()[0] == -signal.SIGKILL and life.rank_codes()[1] == 1, life.output()[-3000:]
+    assert max(life.ended.values()) - min(life.ended.values()) < 30
+    assert steps_saved(place.folder / name) == [2]
+    again = place.run(name, 2)
+    assert again.rank_codes() == [0, 0] and "after step 2 of 9" in again.output()
+    same_result(place.folder / name, place.unbroken(2))
+
+
+def test_running_out_of_memory_says_where_and_what_to_change(place):
+    for size in (1, 2):
+        life = place.run(f"memory-{size}", size, FAULT="out_of_memory", FAULT_NTH=str(16 // size - 1))
+        assert life.rank_codes() == [1] * size and "Traceback" not in life.output()
+        said = life.output()[life.output().index("failed: ") :]
+        for part in (
+            "out of memory at step 4: ", " rows of up to ", "per_device_train_batch_size 2",
+            f"gradient_accumulation_steps {4 // size}", "float32", "training.per_device_train_batch_size: 1 (with "
+            f"gradient_accumulation_steps {8 // size}", "global batch stays 8", "activation_checkpointing: true",
+            "checkpoint-2", "data.max_length",
+        ):  # fmt: skip
+            assert part in said, (part, said)
+        words = ["training.per_device_train_batch_size=1", "training.activation_checkpointing=true"]
+        again = place.run(f"memory-{size}", size, *words)
+        assert again.rank_codes() == [0] * size and "after step 2 of 9" in again.output()
+        difference = largest_difference(adapter_of(place.folder / f"memory-{size}"), adapter_of(place.unbroken(size)))
+        assert difference < 1e-6
+
+
+def make_worsening(place, limit):
+    """Write a recipe whose held-out loss is best early: its rate is far too high."""
+    text = (place.folder / "recipe.yaml").read_text()
+    text = text.replace("learning_rate: 1.0e-3", "learning_rate: 2.0\n  lr_scheduler_type: constant")
+    text = text.replace("save_steps: 2", "save_steps: 1\n  eval_strategy: steps\n  eval_steps: 1")
+    text += f"  load_best_model_at_end: true\n  save_total_limit: {limit}\n"
+    (place.folder / f"worse-{limit}.yaml").write_text(text)
+    return f"worse-{limit}.yaml"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_checkpoint_is_kept_and_exported_exactly_also_after_a_stop(place, limit):
+    from safetensors.torch import load_file
+
+    recipe = make_worsening(place, limit)
+    whole = place.run(f"best-{limit}", recipe=recipe)
+    assert whole.rank_codes() == [0], whole.output()[-3000:]
+    run_dir = place.folder / f"best-{limit}"
+    newest = run_dir / "checkpoints" / f"checkpoint-{steps_saved(run_dir)[-1]}"
+    state = json.loads((newest / "trainer_state.json").read_text())
+    losses = {event["step"]: event["eval_loss"] for event in state["log_history"] if "eval_loss" in event}
+    best = min((step for step in losses if step), key=lambda step: losses[step])
+    assert best not in (0, 9), f"the best must not be the last: {losses}"
+    assert steps_saved(run_dir) == [best, 9], "the best and the newest, whatever the limit"
+    adapters = {
+        step: load_file(run_dir / "checkpoints" / f"checkpoint-{step}" / "adapter_model.safetensors")
+        for step in (best, 9)
+    }
+    assert largest_difference(adapter_of(run_dir), adapters[best]) == 0
+    assert largest_difference(adapter_of(run_dir), adapters[9]) > 0
+    stopped = place.run(f"best-{limit}-stopped", recipe=recipe, FAULT="signal_in_evaluation", FAULT_SIGNAL="SIGTERM",
+                        FAULT_STEP=str(best))  # fmt: skip
+    assert stopped.rank_codes() == [75], stopped.output()[-3000:]
+    assert place.run(f"best-{limit}-stopped", recipe=recipe).rank_codes() == [0]
+    assert largest_difference(adapter_of(place.folder / f"best-{limit}-stopped"), adapters[best]) == 0
