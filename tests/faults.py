@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 
 def number(name: str, default: int = 0) -> int:
@@ -44,6 +45,22 @@ def signal_in_window() -> None:
         check_stop(trainer)
 
     RecipeTrainer.check_stop = check
+
+
+def tell_writes() -> None:
+    """Append each path that this rank opens for writing, renames or deletes in the run folder to FAULT_FILE.<rank>."""
+    told = os.open(f"{os.environ['FAULT_FILE']}.{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    run_dir = Path.cwd() / sys.argv[sys.argv.index("--run-dir") + 1]
+
+    def hear(event: str, values: tuple) -> None:
+        writes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
+        writes |= event == "open" and isinstance(values[2], int) and bool(values[2] & (os.O_WRONLY | os.O_RDWR))
+        if writes and isinstance(values[0], str | os.PathLike):
+            path = Path.cwd() / values[0]
+            if path.is_relative_to(run_dir):
+                os.write(told, f"{path}\n".encode())
+
+    sys.addaudithook(hear)
 
 
 def signal_in_evaluation() -> None:

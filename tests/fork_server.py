@@ -1,4 +1,4 @@
-"""Real ranks of finetune.py without the ten seconds of importing: forked off one process that has imported it all.
+"""Real ranks of finetune.py and train_ddp.py without ten seconds of importing: forked off a process that has done it.
 
 `python fork_server.py` serves; `ForkServer` is the other end. Each rank is a process of its own that runs the entry as
 a launcher would start it, joins a real group, and can be killed.
@@ -62,8 +62,9 @@ class ForkServer:
         assert self._read(120) == "ready"
 
     def start(self, words: Sequence[str], num_processes: int, folder: Path, log: Path, **environ: str) -> Life:
-        """Start finetune.py with `words` as each of `num_processes` ranks, in `folder`."""
-        order = {"words": list(words), "size": num_processes, "folder": str(folder), "log": str(log)}
+        """Start finetune.py, or what SCRIPT names, with `words` as each of `num_processes` ranks, in `folder`."""
+        script = environ.pop("SCRIPT", "finetune")
+        order = {"script": script, "words": list(words), "size": num_processes, "folder": str(folder), "log": str(log)}
         self._process.stdin.write(json.dumps({**order, "environ": environ}).encode() + b"\n")
         self._process.stdin.flush()
         while "pids" not in (news := self._read(60)):
@@ -125,16 +126,14 @@ def become_rank(order: dict, rank: int, port: int) -> None:
         os.environ.update({name: str(number) for name, number in zip(RANK_VARIABLES, numbers, strict=True)})
     os.environ.update(order["environ"])
     os.chdir(order["folder"])
-    sys.argv = ["finetune.py", *order["words"]]
+    sys.argv = [f"{order['script']}.py", *order["words"]]
     faulthandler.dump_traceback_later(90)  # a rank that hangs tells where
     code = 0
     try:
-        import finetune
-
         from tunebook.entry import run_rank
 
         inject_faults()
-        run_rank(finetune.finetune)
+        run_rank(getattr(importlib.import_module(order["script"]), order["script"]))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException:
@@ -157,7 +156,13 @@ def serve() -> None:
     """Fork ranks as ordered, a JSON line each, and tell each one's end, until the orders end."""
     sys.path.insert(0, str(TESTS.parent))
     # What finetune.py imports once a recipe is accepted, the lazy parts of transformers and peft with it.
-    for module in ("finetune", "tunebook.data.prepare", "tunebook.training.starting", "tunebook.training.run"):
+    for module in (
+        "finetune",
+        "train_ddp",
+        "tunebook.data.prepare",
+        "tunebook.training.starting",
+        "tunebook.training.run",
+    ):
         importlib.import_module(module)
     from peft import LoraConfig, get_peft_model  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401

@@ -166,12 +166,18 @@ def no_group(world: World, error: Exception) -> Problem:
     """Return why the ranks did not find each other, for a refusal."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return Problem(
-        f"no group of {world.num_processes} processes formed over {world.backend} at {address} ({reason})",
+    fix = (
         "Check that every machine reaches this address, and name the network in GLOO_SOCKET_IFNAME or "
-        "NCCL_SOCKET_IFNAME if there are several",
-        where="launch",
+        "NCCL_SOCKET_IFNAME if there are several"
     )
+    if "EADDRINUSE" in reason:
+        reason = "another program, perhaps another run, listens on that port"
+        fix = (
+            "Leave the port out, and torchrun --standalone, accelerate launch and tunebook launch find a free one; or "
+            "give another: --master_port of torchrun, --main_process_port of accelerate, MASTER_PORT elsewhere"
+        )
+    message = f"no group of {world.num_processes} processes formed over {world.backend} at {address} ({reason})"
+    return Problem(message, fix, where="launch")
 
 
 def _check_state(state: Any, world: World) -> None:
