@@ -1,7 +1,4 @@
-"""Fine-tune the model of a recipe, on as many processes as the launcher started.
-
-accelerate launch --num_processes 4 finetune.py recipes/qwen7b_qlora.yaml
-"""
+"""The story of a run: accelerate launch --num_processes 4 finetune.py recipes/qwen7b_qlora.yaml"""
 
 from tunebook.command_line import Command
 from tunebook.entry import run_rank
@@ -33,7 +30,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     from tunebook.training.ending import is_finished, show_result
     from tunebook.training.ready import build_run
     from tunebook.training.run import train
-    from tunebook.training.starting import build_identity, find_start
+    from tunebook.training.starting import find_start
 
     tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
     data = prepare_data(recipe, tokenizer)
@@ -41,7 +38,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     with process_group(world, recipe.ddp_timeout):
         if is_finished(recipe, plan, data, world, command.fresh):
             return
-        start = find_start(recipe, plan, world, build_identity(recipe, plan, tokenizer, data), command.fresh)
+        start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)
         with hold_run_folder(plan, recipe, world, start.identity, start.keep):
             result = train(run, start.checkpoint)

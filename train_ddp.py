@@ -67,7 +67,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     from tunebook.data.tokenizer import load_tokenizer
     from tunebook.training.ending import is_finished, show_result
     from tunebook.training.ready import build_run
-    from tunebook.training.starting import build_identity, find_start
+    from tunebook.training.starting import find_start
 
     tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
     data = prepare_data(recipe, tokenizer)
@@ -75,7 +75,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     with process_group(world, recipe.ddp_timeout):
         if is_finished(recipe, plan, data, world, command.fresh):
             return
-        start = find_start(recipe, plan, world, build_identity(recipe, plan, tokenizer, data), command.fresh)
+        start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)
         with hold_run_folder(plan, recipe, world, start.identity, start.keep):
             result = train(run)

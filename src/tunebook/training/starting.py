@@ -39,7 +39,9 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find_start(recipe: Recipe, plan: Plan, world: World, identity: Identity, fresh: bool) -> Start:
+def find_start(  # noqa: PLR0913, PLR0917 - what a run is made of
+    recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData, fresh: bool
+) -> Start:
     """Return how the run starts, the same on every rank; rank 0 prints what is gone on with and what is taken over.
 
     Raises Refused where an unfinished run in the folder would end with another result, or where a rank cannot read the
@@ -48,7 +50,7 @@ def find_start(recipe: Recipe, plan: Plan, world: World, identity: Identity, fre
     start: Start | None = None
     with refuse_together():
         if world.is_main:
-            start = _decide(recipe, plan, identity, fresh)
+            start = _decide(recipe, plan, build_identity(recipe, plan, tokenizer, data), fresh)
     start = from_rank_0(start)
     assert start is not None
     with refuse_together():
