@@ -58,6 +58,8 @@ def exact_runs(num_processes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for size in fitting:
         yield f"plain, micro-batch {size}, trainer", "trainer", {"per_device_train_batch_size": size}
     yield f"plain, micro-batch {fitting[-1]}, by hand", "by hand", {"per_device_train_batch_size": fitting[-1]}
+    largest = {"quantization": NF4, "per_device_train_batch_size": fitting[-1]}
+    yield f"nf4, micro-batch {fitting[-1]}, trainer", "trainer", largest
     for loop in LOOPS:
         micro = {"quantization": NF4, "per_device_train_batch_size": 1}
         yield f"nf4, micro-batch 1, {loop}", loop, micro

@@ -33,7 +33,7 @@ def test_a_run_that_begins_says_what_it_is(summary, tmp_path):
 def test_how_a_run_ended_is_told_with_the_reason(summary):
     failed = failed_summary(summary, RuntimeError("no more memory"))
     assert (failed.status, failed.exit_code, failed.error) == ("failed", 1, "RuntimeError: no more memory")
-    stopped = failed_summary(summary, Interrupted("stopped by SIGTERM at step 7"))
+    stopped = failed_summary(summary, Interrupted("stopped by SIGTERM at step 7", 7))
     assert (stopped.status, stopped.exit_code, stopped.error) == ("interrupted", 75, "stopped by SIGTERM at step 7")
 
 

@@ -134,7 +134,7 @@ def broken(folder: Path, world: World) -> Finding:
 
 def agreed(folder: Path, world: World) -> Finding:
     """Return the refusal that this rank raises when only the last rank's machine lacks the model."""
-    import tunebook.training.run as module
+    import tunebook.training.ready as module
     from tunebook.errors import Problem, Refused
 
     def build_nothing(*arguments: Any) -> Any:
