@@ -36,7 +36,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     data = prepare_data(recipe, tokenizer)
     plan = plan_with_data(plan, data, world)
     with process_group(world, recipe.ddp_timeout):
-        if is_finished(recipe, plan, data, world, command.fresh):
+        if is_finished(recipe, plan, world, tokenizer, data, command.fresh):
             return
         start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from tunebook.command_line import Command
 from tunebook.entry import run_rank
 from tunebook.errors import Refused
 from tunebook.planning import plan_with_data, plan_without_data, show_plan, show_start
-from tunebook.process_group import no_group, start_process_group, stop_process_group
+from tunebook.process_group import meeting_point, no_group, start_process_group, stop_process_group
 from tunebook.recipe.hand_loop import check_hand_loop
 from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.recipe.schema import Recipe
@@ -35,7 +35,7 @@ from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import Rows, eval_batches, pad_right
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import check_finite, summed_token_loss
-from tunebook.training.measuring import PeakMemory, Stopwatch, TokenCounts
+from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.stopping import StopVote
 from tunebook.training.unused_parameters import check_all_used, naming_unused
 from tunebook.world import World, read_world
@@ -73,7 +73,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     data = prepare_data(recipe, tokenizer)
     plan = plan_with_data(plan, data, world)
     with process_group(world, recipe.ddp_timeout):
-        if is_finished(recipe, plan, data, world, command.fresh):
+        if is_finished(recipe, plan, world, tokenizer, data, command.fresh):
             return
         start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data)
@@ -84,21 +84,12 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
 
 @contextmanager
 def process_group(world: World, timeout_seconds: int) -> Iterator[None]:
-    """Join the ranks into one group, and leave it on every way out."""
-    if world.device_type == "cuda":
-        # One process, one GPU: LOCAL_RANK counts the processes of this machine, RANK those of all machines. Without
-        # this line every process would put its tensors on GPU 0.
-        torch.cuda.set_device(world.local_rank)
-    if world.backend is not None:  # a single process needs no group
-        try:
-            # The ranks find each other by what the launcher exported: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
-            distributed.init_process_group(world.backend, timeout=timedelta(seconds=timeout_seconds))
-        except (RuntimeError, ValueError) as error:
-            raise Refused(no_group(world, error)) from error
-    # What this page shares with finetune.py asks accelerate for the world, which takes a group as it finds it.
-    start_process_group(world, timeout_seconds)
+    """Join the ranks into one group, and leave it on the way out, of an error, too."""
     failed = True
     try:
+        join(world, timedelta(seconds=timeout_seconds))
+        # What this page shares with finetune.py asks accelerate for the world, which takes a group as it finds it.
+        start_process_group(world, timeout_seconds)
         yield
         failed = False
     finally:
@@ -108,33 +99,40 @@ def process_group(world: World, timeout_seconds: int) -> Iterator[None]:
             stop_process_group()
 
 
+def join(world: World, timeout: timedelta) -> None:
+    """Meet the other ranks; no collective may then take longer than `timeout`."""
+    if world.device_type == "cuda":
+        # One process, one GPU: LOCAL_RANK counts the processes of this machine, RANK those of all machines. Without
+        # this line every process would put its tensors on GPU 0.
+        torch.cuda.set_device(world.local_rank)
+    if world.backend is None:
+        return  # a single process needs no group
+    try:
+        # The ranks find each other by what the launcher exported (MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE); after
+        # a restart under names of their own, since the launcher still holds the addresses of those that died.
+        distributed.init_process_group(world.backend, timeout=timeout, **meeting_point(timeout))
+    except (RuntimeError, ValueError) as error:
+        raise Refused(no_group(world, error)) from error
+
+
 def train(run: "ReadyRun") -> "RunResult":
     """Measure, train, measure again and save; run_summary.json tells the state of it from the start."""
-    from tunebook.training import outcome as shared
+    from tunebook.training import outcome
     from tunebook.training.failures import saying_why
 
     # Only rank 0 writes and prints: the replicas are equal, so what one of them has to say is all there is.
-    summary, report, memory = shared.begin_folder(run), shared.build_report(run), PeakMemory(run.world.device)
-    loop = Loop(run, report)
-    try:
-        with saying_why(loop, run.plan):
-            before = shared.measure_held_out(loop, run)
-            summary = replace(summary, eval_loss_before=before.loss, exact_match_before=shared.exact_share(before, run))
-            loop.train()
-            after = shared.measure_held_out(loop, run)
-            # Rank 0 saves the module inside DDP, whose names have no "module." in front. The others wait until the
-            # files are whole: a launcher may end everything once the first rank has left.
-            notes = shared.write_adapter_on_main(run, loop.model)
-            summary = shared.complete_summary(summary, run, loop, memory, after)
-            shared.write_on_main(run, summary)
-    except BaseException as error:
-        shared.write_failure_on_main(run, summary, loop, error)
-        raise
-    finally:
-        memory.stop()
-        if report is not None:
-            report.close()
-    return shared.RunResult(run, summary, before, after, notes)
+    record = outcome.Record(run)
+    loop = Loop(run, record.report)
+    with record.kept(loop), saying_why(loop, run.plan):
+        before = outcome.measure_held_out(loop, run)
+        record.note_before(before)
+        loop.train()
+        after = outcome.measure_held_out(loop, run)
+        # Rank 0 saves the module inside DDP, whose names have no "module." in front. The others wait until the files
+        # are whole: a launcher may end everything once the first rank has left.
+        notes = outcome.write_adapter_on_main(run, loop.model)
+        record.complete(loop, after)
+    return outcome.RunResult(run, record.summary, before, after, notes)
 
 
 class Loop:
@@ -190,9 +188,6 @@ class Loop:
 
     def take_step(self, window: list[dict[str, Any]]) -> None:
         """Take the optimizer step of one global batch, of which `window` holds this rank's micro-batches."""
-        # A signal reaches the ranks at different moments, and one that left alone would have the others wait for it in
-        # the next collective. So all tell each other whether they were asked to stop, and stop here together.
-        self.vote.agree()
         # The loss of a step is the sum over all labels of the global batch, divided by their number. That number is
         # needed before the first backward, and over all ranks: the average of each rank's own mean would give a label
         # on a rank with few of them more weight than one on a rank with many.
@@ -200,11 +195,15 @@ class Loop:
         for place, micro_batch in enumerate(window):
             self.last_micro_batch = micro_batch
             is_last = place == len(window) - 1
+            # A signal reaches the ranks at different moments, and one that left alone would have the others wait for it
+            # in the next collective. So all vote before the last micro-step, and who knows of a wish votes at once.
+            if is_last or (place > 0 and self.vote.is_asked):
+                self.vote.agree()
             # Under no_sync, backward only adds to this rank's own gradients; their sum travels once, with the last
             # micro-step. There backward reduces bucket by bucket, each as soon as it is full, while the layers below
             # still compute theirs. The forward stands inside as well: in it DDP decides whether it will reduce.
             waits = not is_last and isinstance(self.ddp, DistributedDataParallel)
-            with naming_unused(self.model), self.ddp.no_sync() if waits else nullcontext():
+            with self.ddp.no_sync() if waits else nullcontext(), naming_unused(self.model):
                 share = self.summed_loss(self.ddp, micro_batch) / num_labels
                 # DDP averages the gradients of the ranks. Their sum is wanted, so the loss is scaled by the ranks.
                 (share * self.world.num_processes).backward()
@@ -260,12 +259,13 @@ class Loop:
         batches = eval_batches(len(rows), self.args.eval_batch_size, self.world.num_processes, self.world.rank)
         with self.stopwatch.paused(), torch.no_grad():
             self.model.eval()
-            for batch in batches:
+            for batch in takewhile(lambda _: not self.vote.is_asked, batches):
                 micro_batch = pad_right(rows.__getitems__(batch))
                 # The replica itself, not DDP: there is no gradient to reduce.
                 total += self.summed_loss(self.model, micro_batch).item()
                 num_labels += micro_batch["num_trained_tokens"]
             self.model.train()
+            self.vote.agree()
             # Sums are added over ranks, never means: then neither batch size nor process count shows in the result.
             total, num_labels = sum_over_processes([total, num_labels], self.world.device)
         self.evaluated = self.state.global_step, total / max(num_labels, 1)

@@ -77,6 +77,20 @@ def signal_in_evaluation() -> None:
     RecipeTrainer.evaluation_loop = evaluate
 
 
+def signal_in_held_out_rows() -> None:
+    """Get FAULT_SIGNAL at the first held-out row that the loop written by hand measures."""
+    import train_ddp
+
+    summed_loss, told = train_ddp.Loop.summed_loss, []
+
+    def summed(loop, model, micro_batch):
+        if not model.training and is_here() and not told:
+            told.append(send_own_signal())
+        return summed_loss(loop, model, micro_batch)
+
+    train_ddp.Loop.summed_loss = summed
+
+
 def signal_in_last_answers() -> None:
     """Get FAULT_SIGNAL when training is over and the held-out prompts are answered."""
     from tunebook.training import run

@@ -8,10 +8,11 @@ from tunebook.checkpoints import NotWhole, check_whole, delete_older, find_newes
 from tunebook.writing import folder_beside
 
 
-def save(folder, step, content="weights"):
+def save(folder, step, content="weights", best=None):
     target = folder / f"checkpoint-{step}"
     beside = folder_beside(target)
     (beside / "adapter.bin").write_text(content)
+    (beside / "progress.json").write_text(json.dumps({"best_step": best}))
     return finish_checkpoint(beside, target, step)
 
 
@@ -34,7 +35,12 @@ def test_a_finished_checkpoint_is_whole_and_nothing_is_left_beside(tmp_path):
         (lambda folder: (folder / "adapter.bin").write_text("Weights"), "adapter.bin has another content"),
         (lambda folder: (folder / "adapter.bin").unlink(), "adapter.bin is missing"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda folder: (folder / "manifest.json").write_text('{"step": 7'), "manifest.json cannot be read"),
+        (lambda folder: (folder / "progress.json").unlink(), "progress.json is missing"),
+        *(
+            (lambda folder, text=text: (folder / "manifest.json").write_text(text), "manifest.json cannot be read")
+            for text in ('{"step": 7', '{"step": 7, "files": {"adapter.bin": {}}}', '{"step": 7, "files": []}', "[]")
+        ),
+        (lambda folder: (folder / "manifest.json").write_text('{"step": 7, "files": {}}'), "manifest.json does not"),
     ],
 )
 def test_what_is_not_as_saved_is_named_and_the_one_before_it_found(tmp_path, damage, reason):
@@ -45,6 +51,16 @@ def test_what_is_not_as_saved_is_named_and_the_one_before_it_found(tmp_path, dam
     newest, skipped = find_newest(tmp_path)
     assert newest == before and len(skipped) == 1
     assert skipped[0].startswith(f"checkpoint-7 is skipped: {reason}")
+
+
+def test_a_checkpoint_whose_best_is_damaged_is_no_way_to_the_best(tmp_path):
+    before, best = save(tmp_path, 1), save(tmp_path, 2, best=2)
+    newest = save(tmp_path, 3, best=2)
+    assert find_newest(tmp_path, needs_best=True) == (newest, ())
+    (best.folder / "adapter.bin").write_text("Weights")
+    assert find_newest(tmp_path)[0] == newest
+    found, skipped = find_newest(tmp_path, needs_best=True)
+    assert found == before and "checkpoint-3 is skipped: the best checkpoint is checkpoint-2, and" in skipped[0]
 
 
 def test_steps_are_numbers_and_an_empty_folder_has_none(tmp_path):

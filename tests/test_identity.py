@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.identity import find_differences, folder_digest, recipe_identity, taken_over
+from tunebook.identity import find_differences, find_taken_over, folder_digest, recipe_identity, taken_over
 from tunebook.plan import build_plan
 from tunebook.recipe.reading import load_recipe
 from tunebook.world import World, world_of
@@ -87,9 +87,26 @@ def test_a_base_is_known_by_its_weights_wherever_it_stands(tmp_path):
     one = folder_digest(str(tmp_path / "one"))
     assert folder_digest(str(tmp_path / "two")) == one
     with (tmp_path / "two" / "model.safetensors").open("r+b") as file:
-        file.seek(100_000)
-        file.write(b"\x00\x00")
+        file.seek(100_003)
+        file.write(b"\x00")
     assert folder_digest(str(tmp_path / "two")) != one
+    assert folder_digest(str(tmp_path / "one")) == one
+
+
+def test_a_base_that_was_read_once_is_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    digest = folder_digest(str(tmp_path))
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))
+    assert folder_digest(str(tmp_path)) == digest
+
+
+def test_what_draws_random_numbers_is_taken_over_with_other_words():
+    begun, now = {"processes": 1, "training.save_steps": 5}, {"processes": 2, "training.save_steps": 6}
+    processes, steps = find_taken_over(begun, now, ["lora.lora_dropout 0.1"])
+    assert processes == "processes: 2, was 1; from here on lora.lora_dropout 0.1 draws other numbers"
+    assert steps == "training.save_steps: 6, was 5; it does not change the result"
+    assert find_taken_over(begun, now, [])[0] == "processes: 2, was 1; it does not change the result"
 
 
 def test_what_may_differ_is_listed_for_the_announcement(tmp_path):

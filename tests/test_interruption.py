@@ -95,6 +95,18 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_it_used(place, file):
     same_result(place.folder / name, place.unbroken(1))
 
 
+def test_a_full_disk_at_the_very_end_costs_the_last_file_alone(place):
+    fault = {"FAULT": "break_saving", "FAULT_FILE": "adapter_model.safetensors", "FAULT_NTH": "6"}
+    life = place.run("full-end", 2, FAULT_MODE="enospc", FAULT_RANKS="0", **fault)
+    assert life.rank_codes() == [1, 1], life.output()[-3000:]
+    assert "full-end/adapter could not be saved: No space left on device" in life.output()
+    assert "Traceback" not in life.output() and summary_of(place.folder / "full-end")["status"] == "failed"
+    assert not list((place.folder / "full-end").glob(".adapter*")), "the space is given back"
+    again = place.run("full-end", 2)
+    assert again.rank_codes() == [0, 0] and "after step 9 of 9" in again.output()
+    same_result(place.folder / "full-end", place.unbroken(2))
+
+
 def test_a_file_that_the_system_cuts_short_fails_on_every_rank(place):
     life = place.run("short", 2, FAULT="no_room_for_files", FAULT_STEP="4", FAULT_BYTES="6000", FAULT_RANKS="0")
     assert life.rank_codes() == [1, 1], life.output()[-3000:]
@@ -160,12 +172,16 @@ def test_the_best_checkpoint_is_kept_and_exported_exactly_also_after_a_stop(plac
     best = min((step for step in losses if step), key=lambda step: losses[step])
     assert best not in (0, 9), f"the best must not be the last: {losses}"
     assert steps_saved(run_dir) == [best, 9], "the best and the newest, whatever the limit"
-    adapters = {
-        step: load_file(run_dir / "checkpoints" / f"checkpoint-{step}" / "adapter_model.safetensors")
-        for step in (best, 9)
-    }
+    files = {step: run_dir / "checkpoints" / f"checkpoint-{step}" / "adapter_model.safetensors" for step in (best, 9)}
+    # Copies, since what is loaded stays mapped to its file.
+    adapters = {step: {name: one.clone() for name, one in load_file(file).items()} for step, file in files.items()}
     assert largest_difference(adapter_of(run_dir), adapters[best]) == 0
     assert largest_difference(adapter_of(run_dir), adapters[9]) > 0
+    (run_dir / "run_summary.json").unlink()  # as after a SIGKILL before the adapter was written
+    files[best].write_bytes(files[best].read_bytes()[:-1] + b"?")
+    again = place.run(f"best-{limit}", recipe=recipe)
+    assert again.rank_codes() == [0] and f"the best checkpoint is checkpoint-{best}, and there" in again.output()
+    assert largest_difference(adapter_of(run_dir), adapters[best]) == 0
     stopped = place.run(f"best-{limit}-stopped", recipe=recipe, FAULT="signal_in_evaluation", FAULT_SIGNAL="SIGTERM",
                         FAULT_STEP=str(best))  # fmt: skip
     assert stopped.rank_codes() == [75], stopped.output()[-3000:]

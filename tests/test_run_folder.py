@@ -1,7 +1,9 @@
 """The run folder: nothing of an earlier run is lost, nothing is made by a refused start, two runs never share it."""
 
+import errno
 import fcntl
 import json
+import os
 
 import pytest
 
@@ -9,7 +11,7 @@ from tunebook.errors import Refused
 from tunebook.identity import recipe_identity
 from tunebook.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.run_folder import check_folder, find_finished, open_run_folder, read_begun
+from tunebook.run_folder import check_folder, find_finished, is_unfinished, open_run_folder, read_begun
 from tunebook.world import World
 
 IDENTITY = {"training.seed": 42}
@@ -31,6 +33,7 @@ def finish(folder, status="completed", **more):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run_summary.json").write_text(json.dumps({"status": status, **more}))
     (folder / "adapter").mkdir(exist_ok=True)
+    (folder / "adapter" / "adapter_model.safetensors").write_text("weights")
 
 
 def begin(plan, recipe, status, **begun):
@@ -124,9 +127,47 @@ def test_a_folder_that_cannot_be_made_is_refused_and_leaves_nothing(recipe, tmp_
         pass
 
 
-def test_finished_means_the_same_recipe_and_data(plan, tmp_path):
-    finish(tmp_path / "runs" / "case", recipe_sha256="r", data_fingerprint="d")
-    assert find_finished(plan, "r", "d") is not None
-    assert find_finished(plan, "r", "other") is find_finished(plan, "other", "d") is None
-    finish(tmp_path / "runs" / "case", "failed", recipe_sha256="r", data_fingerprint="d")
-    assert find_finished(plan, "r", "d") is None
+def test_finished_means_the_same_result_and_that_it_is_there(plan, recipe, tmp_path):
+    folder = tmp_path / "runs" / "case"
+    with open_run_folder(plan, recipe, IDENTITY, keep=False):
+        finish(folder)
+    assert find_finished(plan, IDENTITY) == {"status": "completed"}
+    assert find_finished(plan, {**IDENTITY, "base model": "another"}) is None
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    assert find_finished(plan, IDENTITY) is None and is_unfinished(folder)
+    finish(folder, "failed")
+    assert find_finished(plan, IDENTITY) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"result": {}, "settings": null}', '{"result": 3, "settings": {}}', "\x00"]
+)
+def test_a_damaged_identity_is_that_of_no_known_run(plan, tmp_path, text):
+    folder = tmp_path / "runs" / "case"
+    folder.mkdir(parents=True)
+    (folder / "identity.json").write_text(text)
+    assert read_begun(plan.run_dir) is None
+
+
+def test_a_run_that_may_not_be_written_to_is_refused(plan, recipe, tmp_path, monkeypatch):
+    finish(tmp_path / "runs" / "case")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(Refused, match="cannot be written to"):
+        check_folder(plan, recipe, fresh=False)
+
+
+def test_a_full_disk_at_the_start_is_refused(plan, recipe, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tunebook.run_folder.write_whole", full)
+    with pytest.raises(Refused, match="No space left on device"), open_run_folder(plan, recipe, IDENTITY, keep=False):
+        pass
+
+
+def test_a_program_that_goes_on_from_nothing_leaves_checkpoints_alone(plan, recipe, tmp_path):
+    (begin(plan, recipe, "running") / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    check_folder(plan, recipe, fresh=False)
+    with pytest.raises(Refused, match="holds checkpoints"):
+        check_folder(plan, recipe, fresh=False, goes_on=False)
+    check_folder(plan, recipe, fresh=True, goes_on=False)

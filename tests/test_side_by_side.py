@@ -78,6 +78,20 @@ def test_the_hand_loop_stops_on_all_ranks_and_starts_over(place):
     assert summary_of(place.folder / "by-hand")["num_optimizer_steps"] == NUM_STEPS
 
 
+def test_the_hand_loop_hears_a_signal_while_it_measures(place):
+    words = ("training.per_device_eval_batch_size=1", "data.answer_rows=0")
+    life = place.run("heard", 2, *words, SCRIPT="train_ddp", FAULT="signal_in_held_out_rows", FAULT_SIGNAL="SIGTERM",
+                     FAULT_RANKS="1")  # fmt: skip
+    assert life.rank_codes() == [75, 75] and "[fault] rank 1 SIGTERM" in life.output(), life.output()[-3000:]
+    assert "stopped by SIGTERM before the first step was done" in life.output()
+
+
+def test_the_hand_loop_meets_again_after_a_restart(place):
+    life = place.run("restarted", 2, SCRIPT="train_ddp", TORCHELASTIC_RESTART_COUNT="1")
+    assert life.rank_codes() == [0, 0], life.output()[-3000:]
+    assert largest_difference(*(adapter_of(place.folder / name) for name in ("restarted", "by-hand"))) == 0
+
+
 def test_the_hand_loop_does_not_write_over_checkpoints(place):
     words = ("training.num_train_epochs=2000", "data.answer_rows=0")
     life = place.begin("kept", 1, *words)

@@ -13,7 +13,7 @@ from tunebook.lora_targets import ALL_LINEAR, short_names
 from tunebook.places import is_local
 from tunebook.quiet import quiet_libraries
 from tunebook.recipe.schema import Recipe
-from tunebook.writing import folder_beside, put_in_place
+from tunebook.writing import folder_to_fill
 
 
 def write_adapter(model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop_token_id: int) -> tuple[str, ...]:
@@ -22,17 +22,16 @@ def write_adapter(model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop
     Called on rank 0 alone. Files are equal from run to run for equal weights. Returns notes for the user, such as that
     the adapter names its base by a local path.
     """
-    beside = folder_beside(folder)
-    with quiet_libraries():
-        if recipe.lora is None:
-            model.save_pretrained(beside)
-            notes: tuple[str, ...] = ()
-        else:
-            write_adapter_weights(model, beside)
-            notes = _write_adapter_config(model, recipe, beside)
-        tokenizer.save_pretrained(beside)
-    _write_generation_config(model, tokenizer, stop_token_id, beside)
-    put_in_place(beside, folder)
+    with folder_to_fill(folder) as beside:
+        with quiet_libraries():
+            if recipe.lora is None:
+                model.save_pretrained(beside)
+                notes: tuple[str, ...] = ()
+            else:
+                write_adapter_weights(model, beside)
+                notes = _write_adapter_config(model, recipe, beside)
+            tokenizer.save_pretrained(beside)
+        _write_generation_config(model, tokenizer, stop_token_id, beside)
     return notes
 
 

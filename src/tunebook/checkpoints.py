@@ -6,7 +6,6 @@ Nothing here knows what is in a checkpoint; `training.saving` does.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,19 +55,21 @@ def check_whole(folder: Path) -> Checkpoint:
     """Return the checkpoint in `folder` after reading every byte of it; raise NotWhole where one is not as saved."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+        files = {str(name): (int(one["bytes"]), str(one["sha256"])) for name, one in manifest["files"].items()}
         step = int(manifest["step"])
     except FileNotFoundError as error:
         raise NotWhole(f"{MANIFEST} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotWhole(f"{MANIFEST} cannot be read") from error
-    for name, expected in files.items():
+    if PROGRESS not in files:
+        raise NotWhole(f"{MANIFEST} does not list {PROGRESS}")
+    for name, (num_bytes, sha256) in files.items():
         path = folder / name
         try:
             size = path.stat().st_size
-            if size != expected["bytes"]:
-                raise NotWhole(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
-            if _sha256(path) != expected["sha256"]:
+            if size != num_bytes:
+                raise NotWhole(f"{name} has {size:,} bytes instead of {num_bytes:,}")
+            if _sha256(path) != sha256:
                 raise NotWhole(f"{name} has another content than was saved")
         except FileNotFoundError as error:
             raise NotWhole(f"{name} is missing") from error
@@ -77,15 +78,30 @@ def check_whole(folder: Path) -> Checkpoint:
     return Checkpoint(folder, step, _sha256(folder / MANIFEST))
 
 
-def find_newest(checkpoints: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """Return the newest whole checkpoint, and for each newer folder that is none a line that names it and says why."""
+def find_newest(checkpoints: Path, needs_best: bool = False) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Return the newest whole checkpoint, and for each newer folder that is none a line that names it and says why.
+
+    With `needs_best` the best checkpoint up to it must be whole, too: going on from before it finds it again.
+    """
     skipped: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):
         try:
-            return check_whole(folder), tuple(skipped)
+            found = check_whole(folder)
+            best = found.read_progress().get("best_step")
+            if needs_best and best is not None and best != found.step:
+                check_best(checkpoint_folder(checkpoints, best))
+            return found, tuple(skipped)
         except NotWhole as reason:
             skipped.append(f"{folder.name} is skipped: {reason}")
     return None, tuple(skipped)
+
+
+def check_best(folder: Path) -> None:
+    """Raise NotWhole where the best checkpoint, whose weights a run is to end with, is not as it was saved."""
+    try:
+        check_whole(folder)
+    except NotWhole as reason:
+        raise NotWhole(f"the best checkpoint is {folder.name}, and there {reason}") from reason
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:

@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tunebook.data.cache import file_sha256
 from tunebook.errors import Problem
 from tunebook.places import is_local, local_path
 from tunebook.plan import Plan
@@ -34,7 +34,8 @@ HARMLESS_DATA = frozenset({"path", "revision", "answer_rows", "max_bad_fraction"
 HARMLESS_MODEL = frozenset({"name_or_path", "revision", "base_id", "dtype"})  # the base's own identity counts
 # Taken over with a word about the schedule: training longer than was planned is a wish, not a mistake.
 SCHEDULE = ("training.num_train_epochs", "training.max_steps")
-SAMPLE_BYTES, NUM_SAMPLES = 1 << 16, 64
+# Drawn anew for each of them where anything random is in the training.
+DRAWING = ("processes", "training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
 def recipe_identity(recipe: Recipe, plan: Plan) -> Identity:
@@ -72,18 +73,14 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def folder_digest(name_or_path: str) -> str:
-    """Return a hash of a local base: its config, and of each weight file the size and 64 samples spread over it.
-
-    Reading all of a large model would take a minute at every start; another fine-tune of it differs everywhere.
-    """
+    """Return a hash of a local base: its config and its weight files, wherever it stands."""
     folder = local_path(name_or_path)
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.name == "config.json":
             digest.update(path.read_bytes())
         elif path.suffix in (".safetensors", ".bin"):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            _update_with_samples(digest, path)
+            digest.update(f"{path.name} {file_sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
@@ -115,10 +112,15 @@ def find_differences(begun: Identity, now: Identity, run_dir: str) -> list[Probl
     return problems
 
 
-def find_taken_over(begun: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a note for every setting that differs and changes no result, by dotted key: `key: 8, was 4`."""
+def find_taken_over(begun: Mapping[str, Any], now: Mapping[str, Any], random: Sequence[str]) -> list[str]:
+    """Return a note for every setting that differs and is taken over, by dotted key: `key: 8, was 4`.
+
+    None of them changes the result, but where something draws random numbers (`random` names it) some change those.
+    """
+    drawn = f"from here on {' and '.join(random)} draws other numbers" if random else ""
     return [
-        f"{key}: {_shown(now.get(key))}, was {_shown(begun.get(key))}; it does not change the result"
+        f"{key}: {_shown(now.get(key))}, was {_shown(begun.get(key))}; "
+        + (drawn if drawn and key in DRAWING else "it does not change the result")
         for key in sorted(begun.keys() | now.keys())
         if begun.get(key) != now.get(key)
     ]
@@ -145,16 +147,6 @@ def taken_over(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 def _section(name: str, section: ModelSection | DataSection, left_out: frozenset[str]) -> Identity:
     return {f"{name}.{key}": value for key, value in section.model_dump().items() if key not in left_out}
-
-
-def _update_with_samples(digest: Any, path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        for number in range(NUM_SAMPLES):
-            file.seek(max(size - SAMPLE_BYTES, 0) * number // (NUM_SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
-            if size <= SAMPLE_BYTES:
-                break
 
 
 def _shown(value: Any) -> str:

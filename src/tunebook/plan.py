@@ -8,6 +8,7 @@ from typing import Any
 
 from tunebook.batch_arithmetic import count_held_out, counted, derive_batches, scale_learning_rate
 from tunebook.errors import Problem, Refused
+from tunebook.randomness import random_notes
 from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import lora_keys, training_keys
@@ -283,6 +284,4 @@ def _notes(recipe: Recipe, world: World, dtype: str) -> list[str]:
     notes = []
     if dtype == "bfloat16" and world.device_type == "cpu":
         notes.append("bfloat16 computes about 4 times slower than float32 on a CPU: model.dtype: float32")
-    if (recipe.lora or {}).get("lora_dropout"):
-        notes.append("lora.lora_dropout draws other numbers on each rank: the adapter depends on the process count")
-    return notes
+    return notes + random_notes(recipe)

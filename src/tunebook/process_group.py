@@ -37,8 +37,12 @@ def start_process_group(world: World, timeout_seconds: int = 1800) -> None:
             state = PartialState(cpu=on_cpu)
     else:
         try:
-            _meet_after_restart(world.backend, timedelta(seconds=timeout_seconds))
-            state = PartialState(cpu=on_cpu, backend=world.backend, timeout=timedelta(seconds=timeout_seconds))
+            timeout = timedelta(seconds=timeout_seconds)
+            if _group() is None and (names := meeting_point(timeout)):
+                from torch import distributed
+
+                distributed.init_process_group(world.backend, timeout=timeout, **names)
+            state = PartialState(cpu=on_cpu, backend=world.backend, timeout=timeout)
         except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
             raise Refused(no_group(world, error)) from error
     _check_state(state, world)
@@ -85,20 +89,21 @@ def process_group(world: World, timeout_seconds: int = 1800) -> Iterator[None]:
     stop_process_group()
 
 
-def _meet_after_restart(backend: str, timeout: timedelta) -> None:
-    """Make the group of a restarted attempt (`--max-restarts`) under names of its own in the launcher's store.
+def meeting_point(timeout: timedelta) -> dict[str, Any]:
+    """Return where a restarted attempt (`--max-restarts`) meets: under names of its own in the launcher's store.
 
+    They are arguments of init_process_group; none for a first attempt, which the environment tells all it needs.
     torch's agent keeps one store for all attempts, and says otherwise (torch 2.13, distributed/rendezvous.py): a rank
     that is faster than another finds the address of that one's dead predecessor there, and cannot connect.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt in ("", "0"):
-        return
+        return {}
     from torch import distributed
 
     store, rank, num_processes = next(distributed.rendezvous("env://", timeout=timeout))
     named = distributed.PrefixStore(f"attempt {attempt}", store)
-    distributed.init_process_group(backend, store=named, rank=rank, world_size=num_processes, timeout=timeout)
+    return {"store": named, "rank": rank, "world_size": num_processes}
 
 
 def agree_on_refusal(refused: Refused | None) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,12 +36,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def find_finished(plan: Plan, recipe_sha256: str, data_fingerprint: str) -> dict[str, Any] | None:
-    """Return the summary of a completed run of this very recipe and data in the run folder, if it is there."""
-    summary = read_summary(Path(plan.run_dir))
-    same = summary and summary.get("recipe_sha256") == recipe_sha256
-    same = same and summary and summary.get("data_fingerprint") == data_fingerprint
-    return summary if summary and same and summary.get("status") == "completed" else None
+def find_finished(plan: Plan, identity: Identity) -> dict[str, Any] | None:
+    """Return the summary of a completed run in the run folder that had this very result to give, if it is there."""
+    begun = read_begun(plan.run_dir)
+    same = begun is not None and begun.identity == identity
+    return read_summary(Path(plan.run_dir)) if same and is_completed(Path(plan.run_dir)) else None
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def read_begun(run_dir: str) -> Begun | None:
     """Return what the unfinished run in a folder began with; None where there is none, or none that went so far."""
     try:
         begun = json.loads((Path(run_dir) / IDENTITY).read_text(encoding="utf-8"))
-        return Begun(begun["result"], begun["settings"])
+        return Begun(dict(begun["result"]), dict(begun["settings"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -92,13 +92,21 @@ def open_run_folder(plan: Plan, recipe: Recipe, identity: Identity, keep: bool) 
         raise Refused(Problem(f"cannot be made: {error.strerror}", "Use --run-dir DIR", str(folder))) from error
     with lock:
         _hold(lock.fileno(), folder)
-        delete_leftovers(folder)
-        delete_leftovers(folder / "checkpoints")
-        write_resolved(recipe, folder / f"{recipe.stem}.yaml")
-        write_whole(folder / "plan.json", json.dumps(plan.as_dict(), indent=1) + "\n")
-        written = {"result": identity, "settings": taken_over(recipe, plan)}
-        write_whole(folder / IDENTITY, json.dumps(written, indent=1) + "\n")
+        try:
+            _write_beginning(plan, recipe, identity, folder)
+        except OSError as error:
+            fix = "Make room, or use --run-dir DIR"
+            raise Refused(Problem(f"cannot be written to: {error.strerror}", fix, str(folder))) from error
         yield folder
+
+
+def _write_beginning(plan: Plan, recipe: Recipe, identity: Identity, folder: Path) -> None:
+    delete_leftovers(folder)
+    delete_leftovers(folder / "checkpoints")
+    write_resolved(recipe, folder / f"{recipe.stem}.yaml")
+    write_whole(folder / "plan.json", json.dumps(plan.as_dict(), indent=1) + "\n")
+    written = {"result": identity, "settings": taken_over(recipe, plan)}
+    write_whole(folder / IDENTITY, json.dumps(written, indent=1) + "\n")
 
 
 def check_folder(plan: Plan, recipe: Recipe, fresh: bool, goes_on: bool = True) -> None:
@@ -127,7 +135,14 @@ def is_unfinished(folder: Path) -> bool:
     """Return whether the folder holds a run that did not come to its end, however far it got."""
     if not folder.is_dir() or not any(path.name != LOCK for path in folder.iterdir()):
         return False
-    return (read_summary(folder) or {}).get("status") != "completed"
+    return not is_completed(folder)
+
+
+def is_completed(folder: Path) -> bool:
+    """Return whether the folder holds a run that came to its end, and still has what came out of it."""
+    adapter = folder / "adapter"
+    has_weights = adapter.is_dir() and any(adapter.glob("*.safetensors"))
+    return has_weights and (read_summary(folder) or {}).get("status") == "completed"
 
 
 def check_free(folder: Path) -> None:
@@ -137,8 +152,10 @@ def check_free(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names and not names & set(OURS):
         raise Refused(Problem("holds something that is no run", "Use --run-dir DIR", str(folder)))
+    if names and not os.access(folder, os.W_OK):
+        raise Refused(Problem("holds a run, and cannot be written to", "Use --run-dir DIR", str(folder)))
     if LOCK in names:
-        with (folder / LOCK).open("r+") as lock:
+        with (folder / LOCK).open("r") as lock:
             _hold(lock.fileno(), folder)
 
 

@@ -35,13 +35,24 @@ class ModelShape:
 
 def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | None:
     """Return the shape of a local model folder, of a model known here, or of one in the Hub's cache; else None."""
+    found = _find_config(name_or_path, revision)
+    return build_shape(*found) if found else None
+
+
+def find_config(name_or_path: str, revision: str | None = None) -> Mapping[str, Any] | None:
+    """Return the config of a model from where `find_shape` takes it."""
+    found = _find_config(name_or_path, revision)
+    return found[0] if found else None
+
+
+def _find_config(name_or_path: str, revision: str | None) -> tuple[Mapping[str, Any], str] | None:
     local = Path(name_or_path).expanduser() / "config.json"
     if local.is_file():
-        return build_shape(_load_config(local), f"{name_or_path}/config.json")
+        return _load_config(local), f"{name_or_path}/config.json"
     known = json.loads(files("tunebook").joinpath("facts/models.json").read_text(encoding="utf-8"))["models"]
     for name in (name_or_path, name_or_path.removesuffix("-Instruct")):
         if name in known:
-            return build_shape(known[name]["config"], "facts/models.json")
+            return known[name]["config"], "facts/models.json"
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -51,7 +62,7 @@ def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | N
         return None
     if not isinstance(cached, str):
         return None
-    return build_shape(_load_config(Path(cached)), "the Hub's cache")
+    return _load_config(Path(cached)), "the Hub's cache"
 
 
 def _load_config(path: Path) -> Mapping[str, Any]:

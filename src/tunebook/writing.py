@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -9,11 +11,16 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader, or a crash, meets the old content or the new, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
     _flush(path.parent)
 
 
@@ -41,6 +48,18 @@ def put_in_place(beside: Path, folder: Path) -> None:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
+@contextmanager
+def folder_to_fill(folder: Path) -> Iterator[Path]:
+    """Give an empty folder to fill, which takes the place of `folder` at the end, or is deleted after an error."""
+    beside = folder_beside(folder)
+    try:
+        yield beside
+        put_in_place(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)  # on a full disk its space is needed
+        raise
+
+
 def delete_folder(folder: Path) -> None:
     """Delete a folder so that no part of it is ever met under its own name."""
     going = folder.with_name(f".{folder.name}.deleting")
@@ -63,6 +82,17 @@ def restore_earlier(parent: Path) -> None:
         place = parent / path.stem.removeprefix(".")
         if not place.exists():
             path.rename(place)
+
+
+def explain_unwritten(error: Exception, place: Path) -> str:
+    """Return one line on why a file or folder could not be written.
+
+    torch and safetensors have errors of their own, which speak of offsets in files; how much room there is tells more.
+    """
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else "writing broke off"
+    existing = next(parent for parent in place.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    return f"{place} could not be saved: {reason} ({free / 2**20:,.1f} MiB are free there)"
 
 
 def _flush(path: Path) -> None:

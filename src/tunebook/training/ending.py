@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tunebook.data.prepare import PreparedData
 from tunebook.plan import Plan
 from tunebook.plan_table import build_console, print_notes
+from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
-from tunebook.run_folder import find_finished
+from tunebook.run_folder import find_finished, is_completed
 from tunebook.training.collectives import from_rank_0
 from tunebook.training.outcome import RunResult
 from tunebook.training.result import render_result_table
-from tunebook.training.summary import recipe_sha256
+from tunebook.training.starting import build_identity
 from tunebook.world import World
 
 
@@ -27,21 +29,24 @@ def show_result(result: RunResult, plan: Plan, world: World) -> None:
     console.print(_render_places(plan.adapter_dir, plan.run_dir), markup=False, soft_wrap=True)
 
 
-def is_finished(recipe: Recipe, plan: Plan, data: Any, world: World, fresh: bool) -> bool:
-    """Return whether this very recipe and data have been trained to the end in the run folder; rank 0 says so.
+def is_finished(  # noqa: PLR0913, PLR0917 - what a run is made of
+    recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData, fresh: bool
+) -> bool:
+    """Return whether a run that would end with this very result has been trained to the end in the run folder.
 
-    Rank 0 decides for all, since only its machine need have the folder. `fresh` trains again in any case.
+    Rank 0 decides for all and says so, since only its machine need have the folder. `fresh` trains again in any case.
     """
     found = None
-    if world.is_main and not fresh:
-        found = find_finished(plan, recipe_sha256(recipe), data.data_fingerprint)
+    with refuse_together():
+        if world.is_main and not fresh and is_completed(Path(plan.run_dir)):
+            found = find_finished(plan, build_identity(recipe, plan, tokenizer, data))
     if world.is_main and found:
         console = build_console()
         loss = found.get("eval_loss")
         held_out = f", held-out loss {loss:.4f}" if isinstance(loss, float) else ""
         text = f"This recipe has finished already: {found['num_optimizer_steps']} steps{held_out}. --fresh repeats it."
         console.print(text, markup=False, soft_wrap=True)
-        console.print(_render_places(found.get("adapter_dir") or plan.adapter_dir, plan.run_dir), markup=False)
+        console.print(_render_places(plan.adapter_dir, plan.run_dir), markup=False)
     return bool(from_rank_0(found is not None))
 
 

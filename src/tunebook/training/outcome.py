@@ -1,23 +1,27 @@
 """What comes out of a run: held-out rows before and after, the adapter, and run_summary.json from start to end."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from transformers import TrainerState
 
 from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
 from tunebook.data.prepare import write_quarantine
-from tunebook.errors import Interrupted
+from tunebook.errors import Interrupted, TrainingFailed
 from tunebook.training.agreement import check_replicas
 from tunebook.training.answers import greedy_answers, num_exact_matches
-from tunebook.training.collectives import largest_over_processes, sum_over_processes, wait_for_all
+from tunebook.training.collectives import from_rank_0, largest_over_processes, sum_over_processes
 from tunebook.training.loss import check_weights_finite
 from tunebook.training.measuring import PeakMemory, Stopwatch, TokenCounts
 from tunebook.training.ready import ReadyRun
 from tunebook.training.reporting import ProgressReport, keep_metrics
 from tunebook.training.stopping import StopVote
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
+from tunebook.writing import explain_unwritten
 
 
 class Training(Protocol):
@@ -54,24 +58,55 @@ class RunResult:
     notes: tuple[str, ...]
 
 
-def begin_folder(run: ReadyRun) -> RunSummary:
-    """Write what is known before step 1, on rank 0: the running summary, and the rows that cannot be used."""
-    summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
-    write_on_main(run, summary)
-    if run.world.is_main and run.data.num_bad_rows:
-        write_quarantine(run.data, Path(run.plan.run_dir) / "quarantine.jsonl")
-    return summary
+class Record:
+    """run_summary.json from a run's start to its end, and what shows the run; only rank 0 writes and prints."""
 
+    def __init__(self, run: ReadyRun, after_step: int | None = None) -> None:
+        """Write what is known before step 1: the running summary, and the rows that cannot be used.
 
-def build_report(run: ReadyRun, after_step: int | None = None) -> ProgressReport | None:
-    """Return what shows the run and writes metrics.jsonl on rank 0, and None on the other ranks.
+        Of the metrics of an earlier life the lines up to `after_step` are kept, none where it is None.
+        """
+        self._run, self._memory = run, PeakMemory(run.world.device)
+        self.summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
+        self.report: ProgressReport | None = None
+        self._write()
+        if run.world.is_main:
+            folder = Path(run.plan.run_dir)
+            if run.data.num_bad_rows:
+                write_quarantine(run.data, folder / "quarantine.jsonl")
+            metrics = folder / "metrics.jsonl"
+            self.report = ProgressReport(metrics, earlier=keep_metrics(metrics, after_step))
 
-    Of an earlier life of the run the lines up to `after_step` are kept, none where it is None.
-    """
-    if not run.world.is_main:
-        return None
-    metrics = Path(run.plan.run_dir) / "metrics.jsonl"
-    return ProgressReport(metrics, earlier=keep_metrics(metrics, after_step))
+    @contextmanager
+    def kept(self, trainer: Training) -> Iterator[None]:
+        """Write down how the run ended if it ends with an error inside, after how many steps and seconds."""
+        try:
+            yield
+        except BaseException as error:
+            step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
+            wall = self._run.wall.seconds
+            self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
+            with suppress(OSError):  # on a full disk it is the first error that should be seen
+                self._write()
+            raise
+        finally:
+            self._memory.stop()
+            if self.report is not None:
+                self.report.close()
+
+    def note_before(self, before: HeldOut) -> None:
+        """Note what the model could do before step 1."""
+        share = exact_share(before, self._run)
+        self.summary = replace(self.summary, eval_loss_before=before.loss, exact_match_before=share)
+
+    def complete(self, trainer: Training, after: HeldOut) -> None:
+        """Write the summary of the finished run; every process takes part in its sums."""
+        self.summary = complete_summary(self.summary, self._run, trainer, self._memory, after)
+        self._write()
+
+    def _write(self) -> None:
+        if self._run.world.is_main:
+            write_summary(self.summary, self._run.plan.run_dir)
 
 
 def measure_held_out(trainer: Training, run: ReadyRun) -> HeldOut:
@@ -130,21 +165,14 @@ def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
     check_replicas(model, run.plan.num_optimizer_steps or 0)
     check_weights_finite(model)
     notes: tuple[str, ...] = ()
+    problem = None
     if run.world.is_main:
         folder = Path(run.plan.adapter_dir)
-        notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id)
-    wait_for_all()
+        try:
+            notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id)
+        # torch and safetensors have errors of their own for a full disk.
+        except (OSError, RuntimeError, SafetensorError) as error:
+            problem = f"{explain_unwritten(error, folder)}. Make room and run the same command again"
+    if (problem := from_rank_0(problem)) is not None:
+        raise TrainingFailed(problem)
     return notes
-
-
-def write_failure_on_main(run: ReadyRun, summary: RunSummary, trainer: Training, error: BaseException) -> None:
-    """Write on rank 0 that the run ended with `error`, after how many steps and seconds."""
-    step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
-    failed = replace(failed_summary(summary, error), num_optimizer_steps=step, wall_seconds=run.wall.seconds)
-    write_on_main(run, failed)
-
-
-def write_on_main(run: ReadyRun, summary: RunSummary) -> None:
-    """Write run_summary.json on rank 0."""
-    if run.world.is_main:
-        write_summary(summary, run.plan.run_dir)

@@ -109,12 +109,14 @@ def keep_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
     Later ones come again, and a line that was being written when the run was killed is none.
     """
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if step is not None and path.is_file() else []:
+    text = path.read_text(encoding="utf-8", errors="replace") if step is not None and path.is_file() else ""
+    for line in text.splitlines():
         try:
             event = json.loads(line)
-        except ValueError:
+            is_earlier = event["step"] <= (step or 0) and event["seconds"] >= 0
+        except (ValueError, KeyError, TypeError):
             continue
-        if event["step"] <= step:
+        if is_earlier:
             kept.append(event)
     if path.is_file():
         write_whole(path, "".join(json.dumps(event) + "\n" for event in kept))

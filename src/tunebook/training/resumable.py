@@ -8,7 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.checkpoints import Checkpoint, checkpoint_folder
+from tunebook.checkpoints import Checkpoint, NotWhole, check_best, checkpoint_folder
+from tunebook.errors import TrainingFailed
 from tunebook.quiet import quiet_libraries
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.measuring import Stopwatch, TokenCounts
@@ -148,10 +149,21 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
                 loss_sum=loss_sum,
                 last_logged=self._globalstep_last_logged,
                 evaluation_due=self._evaluation_due and self.is_in_train,
+                best_step=self.state.best_global_step,
                 before=self.before,
             )
             save_checkpoint(self, progress, states, self.num_kept)
         self.saved_step = step
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights as they were saved, or fail; Trainer goes on with others, and warns."""
+        best = checkpoint_folder(self.checkpoints, self.state.best_global_step or 0)
+        try:
+            check_best(best)
+        except NotWhole as reason:
+            again = "Run the same command again: it goes on from before that step, and finds the best anew"
+            raise TrainingFailed(f"{reason}. {again}", befell="this rank") from reason
+        super()._load_best_model()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Restore the Trainer's state, but log, evaluate and save when the recipe says so now."""

@@ -1,25 +1,19 @@
 """A run from the loaded model to the written adapter, one line per step."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from transformers import TrainerCallback
 
 from tunebook.checkpoints import Checkpoint
 from tunebook.training.answers import num_exact_matches
 from tunebook.training.failures import saying_why
-from tunebook.training.measuring import PeakMemory
 from tunebook.training.outcome import (
     HeldOut,
+    Record,
     RunResult,
     answer_held_out,
-    begin_folder,
-    build_report,
-    complete_summary,
-    exact_share,
     measure_held_out,
     write_adapter_on_main,
-    write_failure_on_main,
-    write_on_main,
 )
 from tunebook.training.ready import ReadyRun
 from tunebook.training.reporting import ProgressReport
@@ -32,26 +26,16 @@ def train(run: ReadyRun, checkpoint: Checkpoint | None = None) -> RunResult:
     With a checkpoint the run goes on from there. Raises what training raised, after the summary on disk says `failed`
     and why; and Interrupted after a signal, once a checkpoint is saved.
     """
-    summary, memory = begin_folder(run), PeakMemory(run.world.device)
-    report = build_report(run, None if checkpoint is None else checkpoint.step)
-    trainer = build_trainer(run, report)
-    try:
-        with saying_why(trainer, run.plan, save=trainer.save_where_it_stands):
-            before = take_up_or_measure(trainer, run, checkpoint)
-            summary = replace(summary, eval_loss_before=before.loss, exact_match_before=exact_share(before, run))
-            trainer.train_on(checkpoint)
-            after = measure_held_out(trainer, run)
-            notes = write_adapter_on_main(run, trainer.model)
-            summary = complete_summary(summary, run, trainer, memory, after)
-            write_on_main(run, summary)
-    except BaseException as error:
-        write_failure_on_main(run, summary, trainer, error)
-        raise
-    finally:
-        memory.stop()
-        if report is not None:
-            report.close()
-    return RunResult(run, summary, before, after, notes)
+    record = Record(run, None if checkpoint is None else checkpoint.step)
+    trainer = build_trainer(run, record.report)
+    with record.kept(trainer), saying_why(trainer, run.plan, save=trainer.save_where_it_stands):
+        before = take_up_or_measure(trainer, run, checkpoint)
+        record.note_before(before)
+        trainer.train_on(checkpoint)
+        after = measure_held_out(trainer, run)
+        notes = write_adapter_on_main(run, trainer.model)
+        record.complete(trainer, after)
+    return RunResult(run, record.summary, before, after, notes)
 
 
 def build_trainer(run: ReadyRun, report: ProgressReport | None) -> RecipeTrainer:

@@ -13,12 +13,19 @@ from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from tunebook.checkpoints import PROGRESS, Checkpoint, checkpoint_folder, delete_older, finish_checkpoint
+from tunebook.checkpoints import (
+    PROGRESS,
+    Checkpoint,
+    checkpoint_folder,
+    delete_older,
+    finish_checkpoint,
+    list_checkpoints,
+)
 from tunebook.errors import TrainingFailed
 from tunebook.quiet import quiet_libraries
 from tunebook.training.collectives import from_rank_0, gather_shares, sum_over_processes
 from tunebook.training.measuring import TokenCounts
-from tunebook.writing import folder_beside, write_whole
+from tunebook.writing import explain_unwritten, folder_beside, write_whole
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Progress:
     """What a run has done and measured so far, over all processes and all its lives.
 
     `loss_sum` adds up the losses of the steps since step `last_logged`, which the next log will average.
-    `before` is what was measured of held-out rows before step 1, `evaluation_due` that step `step` is not measured yet.
+    `evaluation_due` tells that step `step` is not measured yet, `best_step` where the best held-out loss was measured;
+    `before` is what was measured of held-out rows before step 1.
     """
 
     step: int
@@ -37,6 +45,7 @@ class Progress:
     loss_sum: float
     last_logged: int
     evaluation_due: bool
+    best_step: int | None
     before: dict[str, Any]
 
 
@@ -111,13 +120,6 @@ def _write(trainer: Trainer, progress: Progress, states: list[dict[str, Any]], f
 
 
 def _explain(error: Exception, folder: Path) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().split("\n")[0]
-    free = shutil.disk_usage(_existing(folder)).free
-    return (
-        f"{folder} could not be saved: {reason} ({free / 2**20:,.0f} MiB are free there). Earlier checkpoints "
-        "are whole; make room and run the same command again, which goes on from the newest of them"
-    )
-
-
-def _existing(folder: Path) -> Path:
-    return next(parent for parent in folder.parents if parent.exists())
+    goes_on = "Earlier checkpoints are whole; make room and run the same command again, which goes on from the newest"
+    starts = "No checkpoint was saved before; make room and run the same command again"
+    return f"{explain_unwritten(error, folder)}. {goes_on if list_checkpoints(folder.parent) else starts}"

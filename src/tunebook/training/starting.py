@@ -22,6 +22,7 @@ from tunebook.model import load_architecture
 from tunebook.plan import Plan
 from tunebook.plan_table import build_console, print_notes
 from tunebook.process_group import refuse_together
+from tunebook.randomness import random_settings
 from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import is_unfinished, read_begun
 from tunebook.training.collectives import from_rank_0
@@ -81,16 +82,15 @@ def _decide(recipe: Recipe, plan: Plan, identity: Identity, fresh: bool) -> Star
     problems = find_differences(begun.identity, identity, plan.run_dir)
     if problems:
         raise Refused(problems)
-    notes = find_taken_over(begun.settings, taken_over(recipe, plan))
+    notes = find_taken_over(begun.settings, taken_over(recipe, plan), random_settings(recipe))
     for key in SCHEDULE:
         before, now = begun.identity.get(key), identity.get(key)
         if before != now:
             before, now = (json.dumps(value).removesuffix(".0") for value in (before, now))
             notes.append(f"{key}: {now}, was {before}; the adapter is not that of a run planned so from its start")
-    if (recipe.lora or {}).get("lora_dropout") and begun.settings.get("processes") != plan.world_size:
-        notes.append("lora.lora_dropout: another number of processes draws other numbers from here on")
     restore_earlier(folder / "checkpoints")
-    checkpoint, skipped = find_newest(folder / "checkpoints")
+    needs_best = bool(recipe.arguments.get("load_best_model_at_end"))
+    checkpoint, skipped = find_newest(folder / "checkpoints", needs_best)
     notes += skipped
     if checkpoint is None:
         notes.append(f"no whole checkpoint in {folder}: the unfinished run there starts again from step 0")
