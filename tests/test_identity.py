@@ -36,7 +36,7 @@ def identity(tmp_path):
         ["training.activation_checkpointing=false", "training.logging_steps=1"],
         ["training.save_strategy=epoch", "training.save_total_limit=2", "training.eval_strategy=no"],
         ["training.dataloader_num_workers=2", "training.ddp_timeout=60", "data.answer_rows=0"],
-        ["model.base_id=me/b", "data.max_bad_fraction=0.5"],
+        ["model.base_id=me/b", "data.max_bad_fraction=0.5", "data.packing=true"],
         ["training.weight_decay=0.0", "training.seed=42", "lora.lora_dropout=0.0"],  # the defaults, written out
     ],
 )

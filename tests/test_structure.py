@@ -64,6 +64,7 @@ ORDER = [
     "model",
     "adapter",
     "training.batches",
+    "training.packing",
     "training.collectives",
     "training.agreement",
     "training.unused_parameters",

@@ -42,6 +42,9 @@ class DataSection(Section):
     answer_rows: int = Field(
         3, ge=0, description="Held-out rows answered greedily before and after training, and compared."
     )
+    packing: bool = Field(
+        False, description="Join the rows of a micro-batch to one sequence without padding; the result is the same."
+    )
     max_bad_fraction: float = Field(0.001, ge=0, le=1, description="More unusable rows than this refuses the run.")
 
 
