@@ -157,13 +157,15 @@ def test_a_run_that_would_mix_rows_is_refused_before_it_begins(base):
     assert not (base.parent / "1").exists()
 
 
-@pytest.mark.parametrize(("collate", "sizes"), [(pad_right, "of up to 4 tokens,"), (join_rows, "joined to 8,")])
+@pytest.mark.parametrize(
+    ("collate", "sizes"), [(pad_right, "tokens, per_device"), (join_rows, "tokens, joined to 8, per_device")]
+)
 def test_running_out_of_memory_names_the_rows(tmp_path, collate, sizes):
     plan = plan_of(build_recipe("base", packing=True), World(), build_data(), tmp_path)
     training = SimpleNamespace(last_micro_batch=collate(ROWS), state=SimpleNamespace(global_step=4))
-    with pytest.raises(TrainingFailed, match=f"step 5: 3 rows of up to 4 tokens.*{sizes}.*max_length below 4"):
-        with explaining(training, plan):
-            raise MemoryError
+    expected = f"step 5: 3 rows of up to 4 {sizes}.*max_length below 4"
+    with pytest.raises(TrainingFailed, match=expected), explaining(training, plan):
+        raise MemoryError
 
 
 def test_joined_micro_batches_are_balanced_by_their_tokens():

@@ -104,7 +104,7 @@ def _sizes_of(micro_batch: Mapping[str, Any]) -> tuple[str, int]:
     if "position_ids" not in micro_batch:
         return f"{micro_batch['num_rows']} rows of up to {num_tokens} tokens", num_tokens
     longest = int(micro_batch["position_ids"].max()) + 1
-    return f"{micro_batch['num_rows']} rows of up to {longest} tokens, joined to {num_tokens},", longest
+    return f"{micro_batch['num_rows']} rows of up to {longest} tokens, joined to {num_tokens}", longest
 
 
 def _last_checkpoint(plan: Plan) -> str:
