@@ -57,6 +57,7 @@ ORDER = [
     "data.split",
     "data.making",
     "data.cache",
+    "data.ahead",
     "data.tokenise",
     "data.tokenizer",
     "data.prepare",
@@ -134,7 +135,8 @@ def test_imports_point_one_way(path):
 
 def python_files() -> list[Path]:
     folders = [PACKAGE, ROOT / "scripts"]
-    return [*sorted(ROOT.glob("*.py")), *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
+    paths = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+    return [*paths, *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -4,10 +4,12 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tunebook.batch_arithmetic import count_held_out
+from tunebook.data.ahead import one_ahead
 from tunebook.data.formats import AlpacaRow
 from tunebook.data.labels import label_schema, label_turns
 from tunebook.data.making import check_room
@@ -91,17 +93,22 @@ class Preparation:
         encoder = TurnEncoder(self.tokenizer, self.prompts)
         num_good_rows = scan.num_rows - scan.num_bad_rows
         num_done = num_labelled = 0
-        with path.open("wb") as file, pa.ipc.new_stream(file, label_schema()) as stream:
-            for rows in _batches(read_good_rows(self.source)):
-                turns = self.prompts.render(rows)
-                with _garbage_search_paused():
-                    labelled = label_turns(encoder.encode(turns), num_done, overflow)
+        turns = map(self.prompts.render, _batches(read_good_rows(self.source)))
+        with (
+            path.open("wb") as file,
+            pa.ipc.new_stream(file, label_schema()) as stream,
+            _garbage_search_paused() as collect_young,
+        ):
+            # The Rust tokenizer works on all cores and leaves Python free to read and label other rows.
+            for encoded in one_ahead(encoder.encode, turns):
+                labelled = label_turns(encoded, num_done, overflow)
                 stream.write_batch(labelled)
-                num_done += len(rows)
+                num_done += len(encoded)
                 num_labelled += labelled.num_rows
                 check_room(path.parent, file.tell(), num_done / num_good_rows)
                 if self.report_progress:
                     self.report_progress(num_done, num_good_rows)
+                collect_young()
         return num_labelled
 
     def _check_longer_rows(self, overflow: Overflow, scan: Scan) -> None:
@@ -140,12 +147,15 @@ class Preparation:
 
 
 @contextmanager
-def _garbage_search_paused() -> Iterator[None]:
-    """Pause the search for cycles: it would visit every id several times, a quarter of this thread's time."""
+def _garbage_search_paused() -> Iterator[Callable[[], object]]:
+    """Pause the search for cycles: it would visit every id several times, a quarter of this thread's time.
+
+    Gives a function that searches what is new, once.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        yield partial(gc.collect, 0)
     finally:
         if was_enabled:
             gc.enable()
