@@ -72,7 +72,7 @@ def measure_tunebook(rows: Path, tokenizer: Path) -> dict[str, float]:
 
     with TemporaryDirectory() as folder:
         recipe = Path(folder) / "benchmark.yaml"
-        model, data = f"name_or_path: {tokenizer}", f"path: {rows}, max_length: {MAX_LENGTH}"
+        model, data = "name_or_path: not/needed", f"path: {rows}, max_length: {MAX_LENGTH}"
         recipe.write_text(f"model: {{{model}}}\nlora: {{}}\ndata: {{{data}}}\ntraining: {{max_steps: 1}}\n")
         accepted, loaded = load_recipe(str(recipe), ()), load_tokenizer(str(tokenizer), None)
         os.environ["TUNEBOOK_CACHE"] = folder
