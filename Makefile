@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow torture bench-data check format clean
+.PHONY: install quickstart test test-slow torture bench-data bench-packing check format clean
 
 install: .venv/installed
 
@@ -33,6 +33,9 @@ torture: install
 # How fast rows become labelled tokens, against the bare tokenizer and TRL. About 10 minutes; quiet machines only.
 bench-data: install
 	$(BIN)/python benchmarks/data_speed.py
+
+bench-packing: install
+	$(BIN)/python benchmarks/packing_speed.py
 
 check: install
 	$(BIN)/ruff check .

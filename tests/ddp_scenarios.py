@@ -64,7 +64,8 @@ def exact_runs(num_processes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield f"nf4, checkpointing, {loop}", loop, {**micro, "activation_checkpointing": True}
     if num_processes == 2:
         yield "plain, packed, by hand", "by hand", {"per_device_train_batch_size": fitting[-1], "packing": True}
-        yield "nf4, packed, by hand", "by hand", {"quantization": NF4, "packing": True}
+        packed = {"quantization": NF4, "packing": True, "activation_checkpointing": True}
+        yield "nf4, packed, by hand", "by hand", packed
 
 
 def exactness(folder: Path, world: World) -> Finding:

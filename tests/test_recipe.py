@@ -335,6 +335,10 @@ def test_contradictions_name_the_key_to_change(recipe, lines, key):
             BASE.replace("validation: 0.1", "on_overflow: error\n  max_truncated_fraction: 0.1"),
             "data.max_truncated_fraction",
         ),
+        (
+            BASE.replace("validation: 0.1", "packing: true") + "  neftune_noise_alpha: 5\n",
+            "training.neftune_noise_alpha",
+        ),
     ],
 )
 def test_contradictions_between_sections(recipe, text, key):
