@@ -1,23 +1,13 @@
 """Labelled rows: which ids are trained, what is cut at the length limit, and the Arrow table they are kept in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from tunebook.data.overflow import Overflow
 from tunebook.data.tokens import EncodedTurn
 
 # The label that the loss leaves out, as torch's cross entropy has it (ignore_index).
 IGNORED = -100
-
-
-@dataclass
-class Tally:
-    """What the length limit did, counted while rows are labelled."""
-
-    num_truncated_rows: int = 0  # kept, with a shorter response
-    num_dropped_rows: int = 0  # without any response token left
-    response_tokens_lost: int = 0  # of truncated and of dropped rows
-    longest_row: int = 0  # tokens before anything was cut
 
 
 def label_schema() -> Any:
@@ -33,48 +23,39 @@ def label_schema() -> Any:
     )
 
 
-def label_turns(turns: Sequence[EncodedTurn], first_ordinal: int, max_length: int, tally: Tally) -> Any:
+def label_turns(turns: Sequence[EncodedTurn], first_ordinal: int, overflow: Overflow) -> Any:
     """Return the turns that keep at least one label that counts, as one Arrow record batch of `label_schema`.
 
-    Rows are cut at the end to `max_length` tokens, so a cut row ends without the stop token. Labels follow positions
-    alone: a pad token that is the stop token can't mask it. The first position is never predicted, hence never a label,
-    should a template render no prompt at all.
+    Rows are cut at the end, so a cut row ends without the stop token. Labels follow positions alone: a pad token that
+    is the stop token can't mask it. The first position is never predicted, hence never a label, should a template
+    render no prompt at all.
     """
+    import numpy as np
+
     flat_ids: list[int] = []
-    lengths, num_masked, ordinals, prompt_lengths = [], [], [], []
-    for ordinal, (prompt_ids, response_ids) in enumerate(turns, start=first_ordinal):
-        whole = len(prompt_ids) + len(response_ids)
-        length = min(whole, max_length)
-        tally.longest_row = max(tally.longest_row, whole)
-        masked = max(1, len(prompt_ids))
-        if length <= masked:
-            tally.num_dropped_rows += 1
-            tally.response_tokens_lost += len(response_ids)
-            continue
-        tally.num_truncated_rows += whole > length
-        tally.response_tokens_lost += whole - length
+    for prompt_ids, response_ids in turns:
         flat_ids += prompt_ids
-        flat_ids += response_ids[: length - len(prompt_ids)]
-        lengths.append(length)
-        num_masked.append(masked)
-        ordinals.append(ordinal)
-        prompt_lengths.append(len(prompt_ids))
-    return _build_batch(flat_ids, lengths, num_masked, ordinals, prompt_lengths)
+        flat_ids += response_ids
+    prompt_lengths = np.array([len(turn.prompt_ids) for turn in turns], np.int64)
+    lengths = prompt_lengths + np.array([len(turn.response_ids) for turn in turns], np.int64)
+    row_of = np.repeat(np.arange(len(turns)), lengths)
+    positions = np.arange(len(flat_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    counts = positions >= np.maximum(1, prompt_lengths)[row_of]
+    ordinals = np.arange(first_ordinal, first_ordinal + len(turns))
+    kept_lengths = overflow.kept_lengths(lengths, positions[counts], row_of[counts], ordinals)
+    ids = np.array(flat_ids, np.int32)
+    labels = np.where(counts, ids, np.int32(IGNORED))
+    is_token_kept, is_row_kept = positions < kept_lengths[row_of], kept_lengths > 0
+    columns = [kept_lengths, ordinals, prompt_lengths]
+    return _build_batch(ids[is_token_kept], labels[is_token_kept], *(column[is_row_kept] for column in columns))
 
 
-def _build_batch(
-    flat_ids: list[int], lengths: list[int], num_masked: list[int], ordinals: list[int], prompt_lengths: list[int]
-) -> Any:
-    """Return rows that stand one after another in `flat_ids` as a record batch, the first labels of each masked."""
+def _build_batch(ids: Any, labels: Any, lengths: Any, ordinals: Any, prompt_lengths: Any) -> Any:
+    """Return rows, whose ids and labels stand one after another in `ids` and `labels`, as a record batch."""
     import numpy as np
     import pyarrow as pa
 
-    ids = np.array(flat_ids, np.int32)
-    ends = np.cumsum(lengths, dtype=np.int32)
-    starts = ends - np.array(lengths, np.int32)
-    is_masked = np.arange(len(ids)) < np.repeat(starts + np.array(num_masked, np.int32), lengths)
-    labels = np.where(is_masked, np.int32(IGNORED), ids)
-    offsets = pa.array(np.concatenate([np.zeros(1, np.int32), ends]))
+    offsets = pa.array(np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)]))
     columns = [
         pa.ListArray.from_arrays(offsets, pa.array(ids)),
         pa.ListArray.from_arrays(offsets, pa.array(labels)),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -118,6 +118,22 @@ def read_good_rows(source: Source) -> Iterator[AlpacaRow]:
         for row in read_rows(source, part):
             if not isinstance(row, BadRow):
                 yield row
+
+
+def find_places(source: Source, ordinals: Sequence[int]) -> list[str]:
+    """Return where the usable rows of these ordinals stand, as `file:line` or `file row n`; ordinals ascend."""
+    places: list[str] = []
+    ordinal = 0
+    for part, name in enumerate(source.names):
+        for record in source.records(part):
+            if len(places) == len(ordinals):
+                return places
+            if isinstance(_row_of(record, name), BadRow):
+                continue
+            if ordinal == ordinals[len(places)]:
+                places.append(BadRow(name, record.number, record.unit, "", "").where)
+            ordinal += 1
+    return places
 
 
 def _row_of(record: Record, file: str) -> AlpacaRow | BadRow:
