@@ -34,7 +34,7 @@ from tunebook.run_folder import check_folder, hold_run_folder
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
-from tunebook.training.loss import check_finite, summed_token_loss
+from tunebook.training.loss import check_finite, count_right, summed_token_loss
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.stopping import StopVote
 from tunebook.training.unused_parameters import check_all_used, naming_unused
@@ -204,7 +204,7 @@ class Loop:
             # still compute theirs. The forward stands inside as well: in it DDP decides whether it will reduce.
             waits = not is_last and isinstance(self.ddp, DistributedDataParallel)
             with self.ddp.no_sync() if waits else nullcontext(), naming_unused(self.model):
-                share = self.summed_loss(self.ddp, micro_batch) / num_labels
+                share = summed_token_loss(*self.predict(self.ddp, micro_batch)) / num_labels
                 # DDP averages the gradients of the ranks. Their sum is wanted, so the loss is scaled by the ranks.
                 (share * self.world.num_processes).backward()
             self.unlogged_loss += share.detach()
@@ -222,14 +222,12 @@ class Loop:
         self.schedule.step()
         self.optimizer.zero_grad()
 
-    def summed_loss(self, model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
-        """Return the loss of a micro-batch, summed over its labels, in the precision of the plan."""
+    def predict(self, model: Any, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of a micro-batch, in the precision of the plan, and its labels."""
         dtype, inputs = getattr(torch, self.run.plan.compute_dtype), tensors_of(micro_batch, self.world.device)
         labels = inputs.pop("labels")
         with torch.autocast(self.world.device_type, dtype=dtype, enabled=dtype != torch.float32):
-            logits = model(**inputs, use_cache=False).logits
-        loss: torch.Tensor = summed_token_loss(logits, labels)
-        return loss
+            return model(**inputs, use_cache=False).logits, labels
 
     def after_step(self, epoch: float) -> None:
         """Compare the replicas, log and evaluate where that is due."""
@@ -255,21 +253,23 @@ class Loop:
             return None
         if self.evaluated[0] == self.state.global_step:
             return self.evaluated[1]
-        rows, total, num_labels = Rows(self.run.data.evaluation), 0.0, 0.0
+        rows, total, num_right, num_labels = Rows(self.run.data.evaluation), 0.0, 0.0, 0.0
         batches = eval_batches(len(rows), self.args.eval_batch_size, self.world.num_processes, self.world.rank)
         with self.stopwatch.paused(), torch.no_grad():
             self.model.eval()
             for batch in takewhile(lambda _: not self.vote.is_asked, batches):
                 micro_batch = self.run.collate(rows.__getitems__(batch))
                 # The replica itself, not DDP: there is no gradient to reduce.
-                total += self.summed_loss(self.model, micro_batch).item()
+                logits, labels = self.predict(self.model, micro_batch)
+                total += summed_token_loss(logits, labels).item()
+                num_right += count_right(logits, labels).item()
                 num_labels += micro_batch["num_trained_tokens"]
             self.model.train()
             self.vote.agree()
             # Sums are added over ranks, never means: then neither batch size nor process count shows in the result.
-            total, num_labels = sum_over_processes([total, num_labels], self.world.device)
+            total, num_right, num_labels = sum_over_processes([total, num_right, num_labels], self.world.device)
         self.evaluated = self.state.global_step, total / max(num_labels, 1)
-        self.progress.log(eval_loss=self.evaluated[1])
+        self.progress.log(eval_loss=self.evaluated[1], eval_token_accuracy=num_right / max(num_labels, 1))
         return self.evaluated[1]
 
 

@@ -81,14 +81,14 @@ def signal_in_held_out_rows() -> None:
     """Get FAULT_SIGNAL at the first held-out row that the loop written by hand measures."""
     import train_ddp
 
-    summed_loss, told = train_ddp.Loop.summed_loss, []
+    predict, told = train_ddp.Loop.predict, []
 
-    def summed(loop, model, micro_batch):
+    def predicted(loop, model, micro_batch):
         if not model.training and is_here() and not told:
             told.append(send_own_signal())
-        return summed_loss(loop, model, micro_batch)
+        return predict(loop, model, micro_batch)
 
-    train_ddp.Loop.summed_loss = summed
+    train_ddp.Loop.predict = predicted
 
 
 def signal_in_last_answers() -> None:

@@ -17,7 +17,7 @@ def play(tmp_path, terminal: bool) -> str:
     shown = io.StringIO()
     report = ProgressReport(tmp_path / "run" / "metrics.jsonl", Console(file=shown, force_terminal=terminal, width=120))
     state = SimpleNamespace(global_step=0, max_steps=0)
-    report.on_log(None, state, None, {"eval_loss": 3.0, "eval_runtime": 1.0, "epoch": 0})
+    report.on_log(None, state, None, {"eval_loss": 3.0, "eval_token_accuracy": 0.25, "eval_runtime": 1.0, "epoch": 0})
     state.max_steps = 20
     report.on_train_begin(None, state, None)
     for step in range(1, 21):
@@ -26,7 +26,7 @@ def play(tmp_path, terminal: bool) -> str:
         if step % 10 == 0:
             logs = {"loss": 2.0 / step, "learning_rate": 1e-4, "grad_norm": 0.5, "epoch": step / 10}
             report.on_log(None, state, None, logs)
-    report.on_log(None, state, None, {"eval_loss": 1.5, "epoch": 2.0})
+    report.on_log(None, state, None, {"eval_loss": 1.5, "eval_token_accuracy": 0.5, "epoch": 2.0})
     report.on_log(None, state, None, {"train_runtime": 3.0, "train_loss": 0.1, "epoch": 2.0})
     report.on_train_end(None, state, None)
     report.close()
@@ -35,10 +35,10 @@ def play(tmp_path, terminal: bool) -> str:
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
     lines = play(tmp_path, terminal=False).splitlines()
-    assert lines[0] == "before training  held-out loss 3.0000"
+    assert lines[0] == "before training  held-out loss 3.0000  right tokens 25.0%"
     assert lines[1].startswith("step 10/20  epoch 1.00  loss 0.2000  learning rate 1.00e-04  gradient norm 0.5  ")
     assert lines[1].endswith(" left")
-    assert lines[3] == "step 20/20  epoch 2.00  held-out loss 1.5000"
+    assert lines[3] == "step 20/20  epoch 2.00  held-out loss 1.5000  right tokens 50.0%"
     assert len(lines) == 4
     assert not set("\r\x1b") & set("".join(lines))
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from checkout import ROOT
 from tiny_data import CASES, write_jsonl
 from tiny_models import build_tiny_model
-from tiny_training import build_base, build_data
+from tiny_training import TinyData, build_base, build_data
 from training_scenarios import one_by_one, run_of
 from tunebook.errors import Refused
 from tunebook.planning import plan_with_data, plan_without_data
@@ -119,3 +119,34 @@ def test_evaluation_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
             assert loop(run).held_out_loss() > 0
             peaks.append(memory.stop())
         assert peaks[1] - peaks[0] < 200e6
+
+
+def right_tokens(model, rows):
+    """Return how many labels are the model's first choice, and how many there are, from one forward per row."""
+    right = number = 0
+    for row in rows:
+        with torch.no_grad():
+            choices = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].argmax(dim=-1).tolist()
+        pairs = [pair for pair in zip(choices[:-1], row["labels"][1:], strict=True) if pair[1] != -100]
+        right, number = right + sum(choice == label for choice, label in pairs), number + len(pairs)
+    return right, number
+
+
+def test_token_accuracy_is_of_the_labels_alone_and_1_once_the_rows_are_learned(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    import train_ddp
+
+    from tunebook.training.run import build_trainer, train
+
+    build_base(tmp_path / "base")
+    rows = build_data(num_rows=4, num_examples=0).train
+    recipe = {"global_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 300}
+    run = run_of(tmp_path, World(), "learned", TinyData(rows, rows, ()), num_train_epochs=300, **recipe)
+    trainer, loop = build_trainer(run, None), train_ddp.Loop(run, None)
+    right, number = right_tokens(run.model, rows)
+    assert 0 < number == sum(label != -100 for row in rows for label in row["labels"])
+    assert trainer.evaluate()["eval_token_accuracy"] == right / number < 0.5
+    loop.held_out_loss()
+    assert loop.state.log_history[-1]["eval_token_accuracy"] == right / number
+    summary = train(run).summary
+    assert summary.eval_token_accuracy == right_tokens(run.model, rows)[0] / number > 0.99

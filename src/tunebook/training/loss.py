@@ -26,6 +26,15 @@ def summed_token_loss(logits: Any, labels: Any) -> Any:
     return losses.sum(dtype=torch.float64)
 
 
+def count_right(logits: Any, labels: Any) -> Any:
+    """Return how many of the labels that count are what the model holds most likely, an int64 scalar tensor.
+
+    Position i predicts the label at i + 1, as for the loss; prompts and padding are neither right nor wrong.
+    """
+    targets = labels[:, 1:]
+    return ((logits[:, :-1].argmax(dim=-1) == targets) & (targets != IGNORED_LABEL)).sum()
+
+
 def check_finite(loss: float, step: int, rate: float) -> None:
     """Raise TrainingFailed when a loss, which is the same on every process, is no number any more."""
     if not math.isfinite(loss):

@@ -23,6 +23,8 @@ from tunebook.training.stopping import StopVote
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
 from tunebook.writing import explain_unwritten
 
+ACCURACY = "eval_token_accuracy"
+
 
 class Training(Protocol):
     """What has trained, or will: the Trainer of finetune.py, or the loop of train_ddp.py."""
@@ -140,6 +142,9 @@ def complete_summary(
         first_loss=losses[0] if losses else None,
         final_loss=losses[-1] if losses else None,
         eval_loss=after.loss,
+        eval_token_accuracy=next(
+            (one[ACCURACY] for one in reversed(trainer.state.log_history) if ACCURACY in one), None
+        ),
         exact_match_after=exact_share(after, run),
         num_exact_match_rows=len(run.data.examples),
         tokens_per_second=trained / seconds if seconds else None,

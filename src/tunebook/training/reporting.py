@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.writing import write_whole
 
 # What a line of metrics.jsonl holds, where the event has it.
-RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss")
+RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "eval_token_accuracy")
 
 
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
@@ -126,7 +126,7 @@ def keep_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
 def render_metrics(logs: dict[str, float]) -> str:
     """Return loss, learning rate and gradient norm of a log, or the loss of an evaluation, as one short text."""
     if "eval_loss" in logs:
-        return f"held-out loss {logs['eval_loss']:.4f}"
+        return f"held-out loss {logs['eval_loss']:.4f}  right tokens {logs['eval_token_accuracy']:.1%}"
     parts = [f"loss {logs['loss']:.4f}"]
     if "learning_rate" in logs:
         parts.append(f"learning rate {logs['learning_rate']:.2e}")

@@ -56,6 +56,7 @@ class RunSummary:
     final_loss: float | None = None
     eval_loss_before: float | None = None
     eval_loss: float | None = None
+    eval_token_accuracy: float | None = None
     exact_match_before: float | None = None
     exact_match_after: float | None = None
     num_exact_match_rows: int = 0

@@ -14,7 +14,7 @@ from tunebook.adapter import write_adapter_weights
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
-from tunebook.training.loss import check_finite, summed_token_loss
+from tunebook.training.loss import check_finite, count_right, summed_token_loss
 from tunebook.training.ready import ReadyRun
 from tunebook.training.resumable import ResumableTrainer
 from tunebook.training.unused_parameters import check_all_used, naming_unused
@@ -80,23 +80,28 @@ class RecipeTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the token-weighted loss of all rows on all processes; no logits outlive their batch."""
+        """Return loss and accuracy over the labels of all rows on all processes; no logits outlive their batch."""
         was_training = self.model.training
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        num_tokens = 0
+        num_right = torch.zeros((), dtype=torch.int64, device=self.args.device)
+        num_labels = 0
         for batch in dataloader:
             if self.vote.is_asked:
                 break
-            num_tokens += batch["num_trained_tokens"]
+            num_labels += batch["num_trained_tokens"]
             inputs = self._prepare_input(tensors_of(batch))
             labels = inputs.pop("labels")
             with torch.no_grad(), self.accelerator.autocast():
-                total += summed_token_loss(self.model(**inputs, use_cache=False).logits, labels)
+                logits = self.model(**inputs, use_cache=False).logits
+                total += summed_token_loss(logits, labels)
+                num_right += count_right(logits, labels)
         self.model.train(was_training)
         self.vote.agree()
-        loss, num_tokens_of_all = sum_over_processes([total.item(), num_tokens], self.args.device)
-        metrics = {f"{metric_key_prefix}_loss": loss / max(num_tokens_of_all, 1)}
+        sums = [total.item(), num_right.item(), num_labels]
+        loss, right, of_all = sum_over_processes(sums, self.args.device)
+        metrics = {"loss": loss / max(of_all, 1), "token_accuracy": right / max(of_all, 1)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
