@@ -38,7 +38,12 @@ HARMLESS_MODEL = frozenset({"name_or_path", "revision", "base_id", "dtype"})  # 
 # Taken over with a word about the schedule: training longer than was planned is a wish, not a mistake.
 SCHEDULE = ("training.num_train_epochs", "training.max_steps")
 # Drawn anew for each of them where anything random is in the training.
-DRAWING = ("processes", "training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+DRAWING = (
+    "processes",
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "data.packing",
+)
 
 
 def recipe_identity(recipe: Recipe, plan: Plan) -> Identity:
