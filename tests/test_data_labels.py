@@ -9,7 +9,7 @@ STOP = 9
 def label(*turns, max_length=10):
     tally = Tally()
     encoded = [EncodedTurn(prompt, response) for prompt, response in turns]
-    return label_turns(encoded, 0, max_length, tally).to_pylist(), tally
+    return label_turns(encoded, range(len(encoded)), max_length, tally).to_pylist(), tally
 
 
 def test_the_response_and_its_stop_token_are_trained_and_nothing_else():

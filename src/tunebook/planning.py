@@ -39,6 +39,10 @@ def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
 def render_data(data: "PreparedData", plan: Plan) -> str:
     """Return what became of every row, on one line: none is lost without being counted."""
     parts = [f"{data.num_train_rows:,} to train", f"{data.num_eval_rows:,} held out"]
+    if data.num_duplicate_rows:
+        parts.append(f"{data.num_duplicate_rows:,} like an earlier row, left out")
+    if data.num_unused_rows:
+        parts.append(f"{data.num_unused_rows:,} not drawn from their source")
     if data.num_dropped_rows:
         parts.append(f"{data.num_dropped_rows:,} dropped, cut before their response began")
     if data.num_bad_rows:
@@ -48,7 +52,14 @@ def render_data(data: "PreparedData", plan: Plan) -> str:
         cut = f"; data.max_length {plan.max_length} cut {data.num_truncated_rows:,} of these short"
         cut += f" and {data.response_tokens_lost:,} response tokens off in all (longest row: {data.longest_row:,})"
     trained = f"{data.trained_tokens:,} trained tokens per epoch"
-    return f"data: {data.num_rows:,} rows = {', '.join(parts)}{cut}; {trained}; prompts by {data.template}"
+    rows = f"{data.num_rows:,} rows" + (f" ({'; '.join(data.forms)})" if data.forms else "")
+    if data.num_repeated_rows:
+        rows += f" + {data.num_repeated_rows:,} repeated by weight"
+    if data.num_split_rows:
+        rows += (
+            f" + {data.num_split_rows:,} as conversations became several rows (their template rewrites earlier turns)"
+        )
+    return f"data: {rows} = {', '.join(parts)}{cut}; {trained}; prompts by {data.template}"
 
 
 def show_start(plan: Plan, world: World) -> None:
@@ -68,7 +79,7 @@ def show_plan(recipe: Recipe, command: Command) -> None:
     plan = plan_without_data(recipe, world, command.run_dir)
     if command.rows is not None:
         plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
-    elif is_local_data(recipe.data.path):
+    elif all(is_local_data(source.path) for source in recipe.data.all_sources()):
         num_rows = _count_usable_rows(recipe)
         plan = with_rows(plan, num_rows, recipe.data.validation, "usable rows, before data.max_length")
     if not world.is_main:
@@ -94,11 +105,12 @@ def _planned_world(recipe: Recipe, command: Command) -> World:
 
 def _count_usable_rows(recipe: Recipe) -> int:
     """Read the local data once; raises Refused for what a run would refuse of it before it is tokenised."""
-    from tunebook.data.rows import open_source, scan_usable
+    from tunebook.data.rows import scan_usable
+    from tunebook.data.sources import open_source
 
     with TemporaryDirectory() as folder:
-        scan = scan_usable(open_source(recipe.data), Path(folder) / "quarantine", recipe.data.max_bad_fraction)
-    return scan.num_rows - scan.num_bad_rows
+        scan = scan_usable(open_source(recipe.data), Path(folder) / "quarantine", recipe.data)
+    return scan.num_used_rows + scan.num_repeated_rows
 
 
 def _has_bf16(world: World) -> bool:

@@ -1,34 +1,37 @@
 """One preparation: all rows of a source turned into the files of a cache folder."""
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tunebook.batch_arithmetic import count_held_out
-from tunebook.data.formats import AlpacaRow
+from tunebook.data.batches import batches_of
+from tunebook.data.conversation import Conversation, Fault, TrainOn
+from tunebook.data.garbage import collect_young, garbage_search_paused
 from tunebook.data.labels import Tally, label_schema, label_turns
-from tunebook.data.prompts import Prompts
-from tunebook.data.rows import Scan, Source, read_good_rows, scan_usable
+from tunebook.data.prompts import AlpacaPrompts, Prompts, eos_token_id
+from tunebook.data.quarantine import check_bad_fraction, read_quarantine, write_bad_row
+from tunebook.data.rows import Scan, UsedRow, read_used_rows, scan_usable
+from tunebook.data.sources import Source
 from tunebook.data.split import HeldOut, Splits, write_splits
-from tunebook.data.tokens import TurnEncoder
+from tunebook.data.tokens import EncodedTurn, TurnEncoder, join_turns, train_whole
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.schema import Recipe
 
 QUARANTINE_FILE = "quarantine.jsonl"
 _LABELLED_FILE = "labelled.arrow"
-# A batch is small against the machine's memory even if its rows are long (an encoding takes about 150 bytes a token).
-_BATCH_ROWS = 1000
-_BATCH_CHARS = 1_000_000
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows and tokens of a preparation. Train, eval, dropped and bad rows together are all rows of the source."""
+    """Rows and tokens of a preparation.
+
+    Train, eval, dropped, bad, duplicate and unused rows together are all rows of the source, and besides them the
+    repeated ones and those that splitting conversations added.
+    """
 
     num_rows: int
     num_bad_rows: int
@@ -39,6 +42,20 @@ class Counts:
     response_tokens_lost: int
     trained_tokens: int
     longest_row: int
+    num_duplicate_rows: int
+    num_unused_rows: int
+    num_repeated_rows: int
+    num_split_rows: int
+
+
+@dataclass
+class Written:
+    """What became of the usable rows while they were tokenised."""
+
+    num_rows: int = 0  # that kept a label that counts; copies and parts of one row are one
+    num_bad_rows: int = 0  # that the template can't show
+    num_split_rows: int = 0  # added where a conversation became several rows
+    num_repeated_rows: int = 0  # copies, parts of split rows included
 
 
 @dataclass(frozen=True)
@@ -57,95 +74,143 @@ class Preparation:
 
         Rows are checked before anything is tokenised, so a refusal comes early. Raises `Refused`.
         """
-        scan = scan_usable(self.source, folder / QUARANTINE_FILE, self.recipe.data.max_bad_fraction)
+        data, quarantine = self.recipe.data, folder / QUARANTINE_FILE
+        scan = scan_usable(self.source, quarantine, data)
+        self._check_template(scan)
         tally = Tally()
-        num_labelled = self._write_labelled(folder / _LABELLED_FILE, scan, tally)
-        held_out = self._held_out(scan, num_labelled, tally)
+        with quarantine.open("a", encoding="utf-8") as bad_rows:
+            written = self._write_labelled(folder / _LABELLED_FILE, scan, tally, bad_rows)
+        num_bad_rows = scan.num_bad_rows + written.num_bad_rows
+        shown = read_quarantine(quarantine, self.source.names)
+        check_bad_fraction(scan.num_rows, num_bad_rows, shown, data.max_bad_fraction)
+        held_out = self._held_out(scan, written, tally)
         splits = write_splits(folder / _LABELLED_FILE, folder, held_out)
         (folder / _LABELLED_FILE).unlink()
-        examples = self._examples(splits)
+        examples = self._examples(splits, scan)
         if self.source.content_digest() != self.content_digest:
             message = "the data changed while it was being read"
             raise Refused(Problem(message, "Start again when nothing writes to it", key="data.path"))
         counts = Counts(
             num_rows=scan.num_rows,
-            num_bad_rows=scan.num_bad_rows,
+            num_bad_rows=num_bad_rows,
             num_train_rows=splits.num_train_rows,
             num_eval_rows=splits.num_eval_rows,
             trained_tokens=splits.trained_tokens,
+            num_duplicate_rows=scan.num_duplicate_rows,
+            num_unused_rows=scan.num_unused_rows,
+            num_repeated_rows=written.num_repeated_rows,
+            num_split_rows=written.num_split_rows,
             **asdict(tally),
         )
-        return {"counts": asdict(counts), "examples": examples}
+        return {"counts": asdict(counts), "examples": examples, **self._described(scan.forms)}
 
-    def _write_labelled(self, path: Path, scan: Scan, tally: Tally) -> int:
-        """Tokenise all usable rows into one Arrow stream and return how many kept a label that counts."""
+    def _described(self, forms: tuple[str, ...]) -> dict[str, Any]:
+        """Return what is said of the rows: their forms, their template and the token that ends them."""
+        if forms and all(form.startswith("text") for form in forms):
+            stop, template = eos_token_id(self.tokenizer), "nothing: plain text"
+        else:
+            stop, template = self.prompts.stop_token_id, self.prompts.name
+        return {"forms": forms, "stop_token_id": stop, "template": template}
+
+    def _check_template(self, scan: Scan) -> None:
+        """Refuse conversations for a model without a chat template: the Alpaca text has one question and one answer."""
+        forms = [form for form in scan.forms if form.startswith(("messages", "sharegpt"))]
+        if forms and isinstance(self.prompts, AlpacaPrompts) and self.recipe.data.template == "auto":
+            message = f"the tokenizer has no chat_template, and rows of the form {forms[0]} need one"
+            fix = "Set it to chatml, to a .jinja file, or to alpaca where each row is one question and one answer"
+            raise Refused(Problem(message, fix, key="data.template"))
+
+    def _write_labelled(self, path: Path, scan: Scan, tally: Tally, bad_rows: TextIO) -> Written:
+        """Tokenise all usable rows into one Arrow stream and return what became of them."""
         import pyarrow as pa
 
         encoder = TurnEncoder(self.tokenizer, self.prompts)
-        num_good_rows = scan.num_rows - scan.num_bad_rows
-        num_done = num_labelled = 0
-        with path.open("wb") as file, pa.ipc.new_stream(file, label_schema()) as stream:
-            for rows in _batches(read_good_rows(self.source)):
-                turns = self.prompts.render(rows)
-                with _garbage_search_paused():
-                    labelled = label_turns(encoder.encode(turns), num_done, self.recipe.data.max_length, tally)
+        written, num_done = Written(), 0
+        with path.open("wb") as file, pa.ipc.new_stream(file, label_schema()) as stream, garbage_search_paused():
+            for rows in batches_of(self._used_rows(scan)):
+                ordinals, turns = self._encode_batch(rows, encoder, written, bad_rows)
+                labelled = label_turns(turns, ordinals, self.recipe.data.max_length, tally)
                 stream.write_batch(labelled)
                 num_done += len(rows)
-                num_labelled += labelled.num_rows
+                written.num_rows += len(labelled.column("ordinal").unique())
+                collect_young()
                 if self.report_progress:
-                    self.report_progress(num_done, num_good_rows)
-        return num_labelled
+                    self.report_progress(num_done, scan.num_used_rows)
+        return written
 
-    def _held_out(self, scan: Scan, num_labelled: int, tally: Tally) -> HeldOut:
+    def _encode_batch(
+        self, rows: Sequence[UsedRow], encoder: TurnEncoder, written: Written, bad_rows: TextIO
+    ) -> tuple[list[int], list[EncodedTurn]]:
+        """Return the encoded turns of a batch and the ordinal of each, the turns of a conversation joined."""
+        train_on = self.recipe.data.train_on
+        rendered = self.prompts.render([used.placed.row for used in rows], train_on)
+        encoded = iter(encoder.encode([turn for turns in rendered if not isinstance(turns, Fault) for turn in turns]))
+        ordinals: list[int] = []
+        found: list[EncodedTurn] = []
+        for used, turns in zip(rows, rendered, strict=True):
+            if isinstance(turns, Fault):
+                placed = used.placed
+                write_bad_row(bad_rows, placed.part, placed.number, placed.unit, turns)
+                written.num_bad_rows += 1
+                continue
+            parts = [next(encoded) for _ in turns]
+            if len(parts) > 1:
+                parts = _as_rows(join_turns(parts))
+            if train_on == "all":
+                parts = [train_whole(part) for part in parts]
+            found += parts * used.copies
+            ordinals += [used.ordinal] * (len(parts) * used.copies)
+            written.num_split_rows += len(parts) - 1
+            written.num_repeated_rows += len(parts) * (used.copies - 1)
+        return ordinals, found
+
+    def _used_rows(self, scan: Scan) -> Iterator[UsedRow]:
+        return read_used_rows(self.source, scan, self.recipe.data_seed, self.recipe.data.deduplicate)
+
+    def _held_out(self, scan: Scan, written: Written, tally: Tally) -> HeldOut:
         """Return how to split the labelled rows; refuse where there are none, or too few to split."""
         data = self.recipe.data
-        if num_labelled == 0:
-            num_good_rows = scan.num_rows - scan.num_bad_rows
+        if written.num_rows == 0:
+            num_good_rows = scan.num_used_rows - written.num_bad_rows
             message = (
                 f"no row has anything left to train on: each of the {num_good_rows} usable rows loses its whole "
                 f"response at max_length {data.max_length} (the longest row has {tally.longest_row} tokens)"
             )
             raise Refused(Problem(message, "Raise it, or shorten the prompts", key="data.max_length"))
-        if data.validation > 0 and num_labelled == 1:
+        if data.validation > 0 and written.num_rows == 1:
             message = f"{data.validation:g} of the rows can't be held out: there is only 1 row"
             raise Refused(Problem(message, "Give more rows, or leave it out", key="data.validation"))
-        num_held_out = count_held_out(num_labelled, data.validation)
-        return HeldOut(num_labelled, num_held_out, self.recipe.data_seed, data.answer_rows)
+        num_held_out = count_held_out(written.num_rows, data.validation)
+        return HeldOut(written.num_rows, num_held_out, self.recipe.data_seed, data.answer_rows)
 
-    def _examples(self, splits: Splits) -> list[dict[str, Any]]:
-        """Return prompt, prompt ids and answer of the first held-out rows, with the text read from the source again."""
-        prompt_ids = dict(splits.first_held_out)
+    def _examples(self, splits: Splits, scan: Scan) -> list[dict[str, Any]]:
+        """Return prompt, prompt ids and answer of the first held-out rows, the question read from the source again.
+
+        The answer is what the labels say, so that it can be compared with what the model writes; one that was cut is
+        taken from the source.
+        """
+        wanted = {example.ordinal: example for example in splits.first_held_out}
         examples: list[dict[str, Any]] = []
-        for ordinal, row in enumerate(read_good_rows(self.source)):
-            if len(examples) == len(prompt_ids):
+        for used in self._used_rows(scan) if wanted else ():
+            if example := wanted.pop(used.ordinal, None):
+                question, answer = _last_exchange(used.placed.row, self.recipe.data.train_on)
+                if example.response_ids[-1] == self.prompts.stop_token_id:
+                    answer = self.tokenizer.decode(example.response_ids[:-1])
+                examples.append({"prompt": question, "prompt_ids": example.prompt_ids, "answer": answer})
+            if not wanted:
                 break
-            if ordinal in prompt_ids:
-                examples.append({"prompt": row.question, "prompt_ids": prompt_ids[ordinal], "answer": row.output})
         return examples
 
 
-@contextmanager
-def _garbage_search_paused() -> Iterator[None]:
-    """Pause the search for cycles: it would visit every id several times, a quarter of this thread's time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _as_rows(parts: list[EncodedTurn]) -> list[EncodedTurn]:
+    """Mark all but the last of a conversation's parts as having no response to be asked for."""
+    return [part._replace(answer_start=len(part.prompt_ids) + len(part.response_ids)) for part in parts[:-1]] + parts[
+        -1:
+    ]
 
 
-def _batches(rows: Iterator[AlpacaRow]) -> Iterator[list[AlpacaRow]]:
-    """Yield lists of rows, bounded in rows and in characters; a single row may be longer than the bound."""
-    batch: list[AlpacaRow] = []
-    num_chars = 0
-    for row in rows:
-        row_chars = sum(map(len, row))
-        if batch and (len(batch) == _BATCH_ROWS or num_chars + row_chars > _BATCH_CHARS):
-            yield batch
-            batch, num_chars = [], 0
-        batch.append(row)
-        num_chars += row_chars
-    if batch:
-        yield batch
+def _last_exchange(row: Conversation, train_on: TrainOn) -> tuple[str, str]:
+    """Return the last answer that is trained, and what the user said before it."""
+    place = row.trained_turns(train_on)[-1]
+    asked = [message.text for message in row.messages[:place] if message.role == "user"]
+    return asked[-1], row.messages[place].content
