@@ -43,8 +43,8 @@ def _read_json(path: Path, suffix: str) -> Iterator[Record]:
             yield from _read_lines(file)
             return
         # Bytes that are not UTF-8 become lone surrogates here, and the check of the row they stand in reports them.
-        text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        yield from _ArrayReader(path, text).records()
+        with TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+            yield from _ArrayReader(path, text).records()
 
 
 def _read_lines(file: BinaryIO) -> Iterator[Record]:

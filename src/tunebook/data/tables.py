@@ -70,10 +70,24 @@ def read_csv_records(path: Path, file: BinaryIO) -> Iterator[Record]:
     Every value is text. Raises `Refused` where the header names a column twice or the quotes never close.
     """
     csv.field_size_limit(sys.maxsize)  # Python's limit is 128 KiB a field
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(text, strict=True)
     header: list[str] | None = None
-    line = 0
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        for line, fields in _csv_lines(path, csv.reader(text, strict=True)):
+            if isinstance(fields, Unreadable):
+                yield Record(line, "line", fields)
+            elif header is None:
+                header = [name.strip() for name in fields]
+                if twice := [name for name in header if header.count(name) > 1]:
+                    raise Refused(Problem(f"two columns are called {twice[0]!r}", "Rename one", f"{path}:{line}"))
+            elif len(fields) != len(header):
+                reason = f"{len(fields)} fields, and the header has {len(header)}"
+                yield Record(line, "line", Unreadable(reason))
+            else:
+                yield Record(line, "line", dict(zip(header, fields, strict=True)))
+
+
+def _csv_lines(path: Path, reader: Any) -> Iterator[tuple[int, list[str] | Unreadable]]:
+    """Yield the fields of each line that has any, with the number of the line that they begin on."""
     while True:
         line = reader.line_num + 1
         try:
@@ -84,21 +98,12 @@ def read_csv_records(path: Path, file: BinaryIO) -> Iterator[Record]:
                 raise Refused(
                     Problem(message, "Close it, or double quotes inside a field", f"{path}:{line}")
                 ) from error
-            yield Record(line, "line", Unreadable(f"not csv: {error}"))
+            yield line, Unreadable(f"not csv: {error}")
             continue
         if fields is None:
             return
-        if not fields:
-            continue
-        if header is None:
-            header = [name.strip() for name in fields]
-            if twice := [name for name in header if header.count(name) > 1]:
-                raise Refused(Problem(f"two columns are called {twice[0]!r}", "Rename one", f"{path}:{line}"))
-        elif len(fields) != len(header):
-            reason = f"{len(fields)} fields, and the header has {len(header)}"
-            yield Record(line, "line", Unreadable(reason))
-        else:
-            yield Record(line, "line", dict(zip(header, fields, strict=True)))
+        if fields:
+            yield line, fields
 
 
 def read_arrow_records(path: Path, wanted: Wanted) -> Iterator[Record]:

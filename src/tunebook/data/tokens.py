@@ -93,11 +93,9 @@ class TurnEncoder:
     def _encode_texts(self, texts: Sequence[str]) -> list[EncodedTurn]:
         """Return plain texts with one BOS, where the tokenizer puts one, and one eos token, which may be written."""
         before, end = self._ids_before_text, [self._tokenizer.eos_token_id]
-        encoded = []
-        for ids in self._encode(texts):
-            whole = ids if before and ids[: len(before)] == before else before + ids
-            encoded.append(EncodedTurn([], whole if whole[-1:] == end else whole + end))
-        return encoded
+        written = self._tokenizer.bos_token if before == [self._tokenizer.bos_token_id] else ""
+        all_ids = self._encode([text.removeprefix(written) for text in texts])
+        return [EncodedTurn([], before + (ids if ids[-1:] == end else ids + end)) for ids in all_ids]
 
     def _learn_sections(self, prompt: str) -> None:
         """Remember the ids of what stands between the added tokens of a prompt, to make them once.
