@@ -1,11 +1,13 @@
 """Lists of turns: what is kept of them, and every way in which one can be wrong."""
 
 import json
+import random
 
 import pytest
 
-from tunebook.data.conversation import Fault, Message
+from tunebook.data.conversation import Conversation, Fault, Message
 from tunebook.data.formats import named_form, parse_row
+from tunebook.recipe.schema import FORM_COLUMNS
 
 USER, BOT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}
@@ -147,3 +149,46 @@ def test_no_tools_have_many_spellings():
 def test_a_row_may_end_with_the_user_or_with_a_call():
     assert read([USER, BOT, USER]).trained_turns("responses") == [1]
     assert read([USER, BOT | {"content": "", "tool_calls": [CALL]}]).trained_turns("responses") == [1]
+
+
+def nested(levels):
+    return {"a": nested(levels - 1)} if levels else 1
+
+
+def test_arguments_that_are_nested_too_deeply_are_no_crash():
+    deep = BOT | {"tool_calls": [{"name": "f", "arguments": nested(600)}]}
+    assert "is nested deeper than 50 levels" in read([USER, deep]).reason
+    assert (
+        "is nested deeper than 50 levels" in read([USER, BOT], tools=[{"name": "f", "parameters": nested(600)}]).reason
+    )
+
+
+def anything(draw, depth=0):
+    """Return a random JSON value, made of the words that rows are made of."""
+    words = ["role", "content", "from", "value", "user", "assistant", "human", "gpt", "tool", "a", "", " ", "\ud800"]
+    words += ["tool_calls", "function", "name", "arguments", "weight", "type", "text", "[]", "{}", "null"]
+    kind = draw.randrange(8 if depth < 5 else 6)
+    if kind < 6:
+        return [None, True, draw.randrange(-1, 3), draw.choice(words), draw.choice(words), float("nan")][kind]
+    if kind == 6:
+        return [anything(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return {draw.choice(words): anything(draw, depth + 1) for _ in range(draw.randrange(6))}
+
+
+def test_whatever_a_record_holds_is_a_row_or_a_fault():
+    draw = random.Random(0)
+    columns = ["messages", "conversations", "tools", "system", "prompt", "completion", "text", "instruction", "output"]
+    results = {Conversation: 0, Fault: 0}
+    for _ in range(5000):
+        record = {column: anything(draw) for column in columns}
+        if draw.random() < 0.8:
+            turns = [
+                {"role": draw.choice(["user", "assistant", "tool"])} | {"content": anything(draw, 4)} for _ in "ab"
+            ]
+            record["messages"] = turns + draw.choice([[], [anything(draw)]])
+        for name in FORM_COLUMNS:
+            row = parse_row(record, named_form(name))
+            results[type(row)] += 1
+            if isinstance(row, Conversation):
+                json.dumps(row, ensure_ascii=False).encode()
+    assert min(results.values()) > 300

@@ -18,6 +18,8 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 # Texts beside the content that chat templates show.
 _MORE_TEXTS = ("name", "tool_call_id", "reasoning_content", "thinking")
+# Templates and what prepares their variables go down by recursion.
+_DEEPEST = 50
 
 
 class Wrong(ValueError):
@@ -234,9 +236,16 @@ def _decoded(value: Any, where: str) -> Any:
 
 
 def _check_encodable(value: Any, where: str) -> None:
+    if _is_deeper(value, _DEEPEST):
+        raise Wrong(f"{where} is nested deeper than {_DEEPEST} levels")
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Wrong(f"{where} can't be written as JSON: {str(error)[:60]}") from error
     if surrogate_place(text):
         raise Wrong(f"{where} has a lone surrogate or bytes that are not UTF-8")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)

@@ -170,8 +170,11 @@ class Preparation:
     def _held_out(self, scan: Scan, written: Written, tally: Tally) -> HeldOut:
         """Return how to split the labelled rows; refuse where there are none, or too few to split."""
         data = self.recipe.data
+        num_good_rows = scan.num_used_rows - written.num_bad_rows
+        if num_good_rows == 0:
+            message = f"none of the {scan.num_rows} rows can be used: {self.prompts.name} shows none of the usable ones"
+            raise Refused(Problem(message, "Mend the rows, or set another template", key="data.template"))
         if written.num_rows == 0:
-            num_good_rows = scan.num_used_rows - written.num_bad_rows
             message = (
                 f"no row has anything left to train on: each of the {num_good_rows} usable rows loses its whole "
                 f"response at max_length {data.max_length} (the longest row has {tally.longest_row} tokens)"
