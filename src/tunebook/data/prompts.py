@@ -150,23 +150,32 @@ def mark_row(row: Conversation, asked: re.Pattern[str], answered: re.Pattern[str
                 break
         else:
             return row, False
-    from transformers.utils.chat_template_utils import mark_control_tokens
-
     messages = []
     for message in row.messages:
         tokens = answered if message.role == "assistant" else asked
-        content, given, more = (
-            mark_control_tokens(value, tokens) for value in (message.content, message.input, message.more)
-        )
+        content, given, more = (_mark(value, tokens) for value in (message.content, message.input, message.more))
         messages.append(message._replace(content=content, input=given, more=more))
-    return Conversation(tuple(messages), tuple(mark_control_tokens(row.tools, asked))), True
+    return Conversation(tuple(messages), tuple(_mark(row.tools, asked))), True
+
+
+def _mark(value: Any, tokens: re.Pattern[str]) -> Any:
+    """Return a nested value with the tokens in all of its texts marked, in keys as well, which transformers leaves."""
+    from transformers.utils.chat_template_utils import mark_control_tokens
+
+    if isinstance(value, dict):
+        return {mark_control_tokens(key, tokens): _mark(inner, tokens) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mark(inner, tokens) for inner in value]
+    return mark_control_tokens(value, tokens)
 
 
 def _holds(value: Any, tokens: re.Pattern[str]) -> bool:
-    """Whether a nested value has one of the tokens in a text."""
+    """Whether a nested value has one of the tokens in a text or a key."""
     if isinstance(value, str):
         return bool(tokens.search(value))
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    inner: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, dict):
+        inner = [*value, *value.values()]
     return any(_holds(one, tokens) for one in inner)
 
 
