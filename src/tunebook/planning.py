@@ -80,8 +80,9 @@ def show_plan(recipe: Recipe, command: Command) -> None:
     if command.rows is not None:
         plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
     elif all(is_local_data(source.path) for source in recipe.data.all_sources()):
-        num_rows = _count_usable_rows(recipe)
-        plan = with_rows(plan, num_rows, recipe.data.validation, "usable rows, before data.max_length")
+        num_rows, forms = _count_usable_rows(recipe)
+        origin = f"usable rows ({forms}), before data.max_length"
+        plan = with_rows(plan, num_rows, recipe.data.validation, origin)
     if not world.is_main:
         return
     if command.json:
@@ -103,14 +104,17 @@ def _planned_world(recipe: Recipe, command: Command) -> World:
     return read_world(compute_dtype=recipe.model.dtype, ddp_backend=backend)
 
 
-def _count_usable_rows(recipe: Recipe) -> int:
-    """Read the local data once; raises Refused for what a run would refuse of it before it is tokenised."""
+def _count_usable_rows(recipe: Recipe) -> tuple[int, str]:
+    """Read the local data once and return how many rows a run uses, and their forms.
+
+    Raises Refused for what a run would refuse of it before it is tokenised.
+    """
     from tunebook.data.rows import scan_usable
     from tunebook.data.sources import open_source
 
     with TemporaryDirectory() as folder:
         scan = scan_usable(open_source(recipe.data), Path(folder) / "quarantine", recipe.data)
-    return scan.num_used_rows + scan.num_repeated_rows
+    return scan.num_used_rows + scan.num_repeated_rows, "; ".join(scan.forms)
 
 
 def _has_bf16(world: World) -> bool:
