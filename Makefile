@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow torture check format clean
+.PHONY: install quickstart test test-slow torture bench-data bench-packing check format clean
 
 install: .venv/installed
 
@@ -29,6 +29,13 @@ test-slow: install
 # A hundred SIGKILLs at random instants; every run must end as the one that nobody killed. About 10 minutes.
 torture: install
 	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
+
+# How fast rows become labelled tokens, against the bare tokenizer and TRL. About 10 minutes; quiet machines only.
+bench-data: install
+	$(BIN)/python benchmarks/data_speed.py
+
+bench-packing: install
+	$(BIN)/python benchmarks/packing_speed.py
 
 check: install
 	$(BIN)/ruff check .

@@ -32,7 +32,7 @@ from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import check_folder, hold_run_folder
 from tunebook.training.agreement import check_replicas
-from tunebook.training.batches import Rows, eval_batches, pad_right
+from tunebook.training.batches import Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import check_finite, summed_token_loss
 from tunebook.training.measuring import Stopwatch, TokenCounts
@@ -169,7 +169,7 @@ class Loop:
         rows, workers = Rows(self.run.data.train), self.args.dataloader_num_workers
         pins = self.args.dataloader_pin_memory and self.world.device_type == "cuda"
         loader = DataLoader(
-            rows, batch_sampler=self.run.batches, collate_fn=pad_right, num_workers=workers, pin_memory=pins
+            rows, batch_sampler=self.run.batches, collate_fn=self.run.collate, num_workers=workers, pin_memory=pins
         )
         # The weights start from one seed. What is drawn from here on, dropout, should differ from rank to rank.
         torch.manual_seed(self.run.recipe.seed + self.world.rank)
@@ -224,10 +224,10 @@ class Loop:
 
     def summed_loss(self, model: Any, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Return the loss of a micro-batch, summed over its labels, in the precision of the plan."""
-        dtype, names = getattr(torch, self.run.plan.compute_dtype), ("input_ids", "attention_mask", "labels")
-        ids, mask, labels = (micro_batch[name].to(self.world.device, non_blocking=True) for name in names)
+        dtype, inputs = getattr(torch, self.run.plan.compute_dtype), tensors_of(micro_batch, self.world.device)
+        labels = inputs.pop("labels")
         with torch.autocast(self.world.device_type, dtype=dtype, enabled=dtype != torch.float32):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            logits = model(**inputs, use_cache=False).logits
         loss: torch.Tensor = summed_token_loss(logits, labels)
         return loss
 
@@ -260,7 +260,7 @@ class Loop:
         with self.stopwatch.paused(), torch.no_grad():
             self.model.eval()
             for batch in takewhile(lambda _: not self.vote.is_asked, batches):
-                micro_batch = pad_right(rows.__getitems__(batch))
+                micro_batch = self.run.collate(rows.__getitems__(batch))
                 # The replica itself, not DDP: there is no gradient to reduce.
                 total += self.summed_loss(self.model, micro_batch).item()
                 num_labels += micro_batch["num_trained_tokens"]

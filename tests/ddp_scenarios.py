@@ -64,6 +64,10 @@ def exact_runs(num_processes: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
         micro = {"quantization": NF4, "per_device_train_batch_size": 1}
         yield f"nf4, micro-batch 1, {loop}", loop, micro
         yield f"nf4, checkpointing, {loop}", loop, {**micro, "activation_checkpointing": True}
+    if num_processes == 2:
+        yield "plain, packed, by hand", "by hand", {"per_device_train_batch_size": fitting[-1], "packing": True}
+        packed = {"quantization": NF4, "packing": True, "activation_checkpointing": True}
+        yield "nf4, packed, by hand", "by hand", packed
 
 
 def exactness(folder: Path, world: World) -> Finding:

@@ -118,6 +118,23 @@ def signal_while_loading() -> None:
     ready.build_model = build
 
 
+def slow_preparation() -> None:
+    """Take FAULT_SECONDS to prepare the data; with FAULT_OWN_CACHES each rank has a cache to itself, as machines do."""
+    from tunebook.data import tokenise
+
+    make = tokenise.Preparation.make
+    if number("OWN_CACHES"):
+        os.environ["TUNEBOOK_CACHE"] += os.environ["RANK"]
+
+    def slow(preparation, folder):
+        if is_here():
+            say("prepares slowly")
+            time.sleep(number("SECONDS"))
+        return make(preparation, folder)
+
+    tokenise.Preparation.make = slow
+
+
 def break_saving() -> None:
     """Fail, or be killed, at the FAULT_NTH file named FAULT_FILE that torch or safetensors saves.
 

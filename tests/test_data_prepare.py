@@ -2,10 +2,12 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,61 @@ def test_every_row_is_kept_cut_or_dropped_and_counted():  # case N03
     assert data.trained_tokens == sum(len(trained(row)) for row in data.train) > 0
     whole = [row for row in data.train if row["labels"][-1] == data.stop_token_id]
     assert len(whole) == 2
+
+
+def test_a_cut_is_announced_with_what_it_costs_and_what_the_next_limit_would():
+    data = prepare(CASES / "N03" / "data.jsonl", max_length=256)
+    lost = data.response_tokens_lost
+    assert data.notes[-1].startswith(
+        f"data.max_length 256 cuts 1 and drops 1 of 4 rows (50.0%): {lost:,} response tokens lost; 512 would cut or"
+    )
+    [here] = [row for row in data.truncation_table if row.max_length == 256]
+    assert (here.num_truncated_rows, here.num_dropped_rows, here.response_tokens_lost) == (1, 1, lost)
+    assert [row.max_length for row in data.truncation_table][:4] == [32, 64, 128, 256]
+    assert data.truncation_table[-1].max_length >= data.longest_row
+    assert (data.truncation_table[-1].num_truncated_rows, data.truncation_table[-1].response_tokens_lost) == (0, 0)
+    whole = prepare(CASES / "N03" / "data.jsonl", max_length=data.longest_row)
+    assert whole.notes == ()
+    for row in data.truncation_table:
+        if row.max_length > 128:
+            other = prepare(CASES / "N03" / "data.jsonl", max_length=row.max_length)
+            counts = (other.num_truncated_rows, other.num_dropped_rows, other.response_tokens_lost)
+            assert counts == (row.num_truncated_rows, row.num_dropped_rows, row.response_tokens_lost)
+
+
+def test_more_cut_rows_than_allowed_are_refused_also_from_the_cache(cache):
+    path = CASES / "N03" / "data.jsonl"
+    assert prepare(path, max_length=256, max_truncated_fraction=0.5).num_truncated_rows == 1
+    text = refusal(path, max_length=256, max_truncated_fraction=0.49)
+    assert "data.max_truncated_fraction: data.max_length 256 cuts 1 and drops 1 of 4 rows (50.0%)" in text
+    assert "0.49 of the rows may be; 512 would" in text
+    assert len(made_folders(cache)) == 1
+
+
+def test_longer_rows_are_dropped_whole_where_the_recipe_says_so(cache):
+    path = CASES / "N03" / "data.jsonl"
+    cut, dropped = (prepare(path, max_length=256, on_overflow=policy) for policy in ("truncate", "drop"))
+    assert (dropped.num_train_rows, dropped.num_truncated_rows, dropped.num_dropped_rows) == (2, 0, 2)
+    assert (
+        dropped.train[:] == cut.train.select([index for index, row in enumerate(cut.train) if row["length"] < 256])[:]
+    )
+    assert dropped.trained_tokens + dropped.response_tokens_lost == cut.trained_tokens + cut.response_tokens_lost
+    assert all(row["labels"][-1] == dropped.stop_token_id for row in dropped.train)
+    text = refusal(path, max_length=4, on_overflow="drop")
+    assert "each of the 4 usable rows is longer than max_length 4" in text
+    assert len(made_folders(cache)) == 2
+
+
+def test_longer_rows_are_refused_by_their_place_where_the_recipe_says_so(tmp_path, cache):
+    rows = [ROWS[0], ROWS[1] | {"output": "one " * 300}, {"instruction": 1}, *[ROWS[2] | {"output": "two " * 200}] * 6]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = {"max_length": 128, "max_bad_fraction": 0.2}
+    lines = refusal(path, on_overflow="error", **options).splitlines()
+    assert "data.max_length: 7 of 8 rows are longer than 128 tokens (the first 5 are listed; the longest" in lines[1]
+    assert [line.split(": ")[0].strip() for line in lines[2:]] == [f"{path}:{line}" for line in (2, 4, 5, 6, 7)]
+    assert all(" tokens" in line for line in lines[2:])
+    assert made_folders(cache) == []
+    assert prepare(write_jsonl(path, [ROWS[0]]), on_overflow="error", **options).notes == ()
 
 
 def test_only_the_reply_and_its_end_are_trained():  # case M05
@@ -252,6 +309,29 @@ def test_data_that_changes_under_the_reader_is_refused_and_not_cached(tmp_path, 
 
     with pytest.raises(Refused, match="changed while it was being read"):
         prepare_data(build_recipe(path), build_tiny_tokenizer(), change)
+    assert made_folders(cache) == []
+
+
+def test_data_larger_than_the_disk_is_refused_before_it_fills(tmp_path, cache, monkeypatch):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    room = namedtuple("Usage", "free")(100_000)
+    monkeypatch.setattr("tunebook.data.making.shutil.disk_usage", lambda folder: room)
+    done = []
+    with pytest.raises(Refused, match=r"the prepared data needs about \d+ KB more, and the disk has 100 KB left"):
+        prepare_data(build_recipe(path), build_tiny_tokenizer(), lambda *rows: done.append(rows))
+    assert done == [], "refused after the first thousand rows"
+    assert made_folders(cache) == []
+
+
+def test_a_file_that_the_system_will_not_let_grow_is_refused_and_removed(tmp_path, cache):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        text = refusal(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "no space left for the prepared data: File too large" in text and "TUNEBOOK_CACHE" in text
     assert made_folders(cache) == []
 
 

@@ -108,8 +108,5 @@ def test_bad_rows_of_all_sources_are_named_and_the_line_adds_up(tmp_path, places
     assert data.num_bad_rows == 6
     assert adds_up(data)
 
-    class Plan:
-        max_length = 1024
-
-    line = render_data(data, Plan)
+    line = render_data(data, 1024)
     assert line.startswith("data: 27 rows (alpaca; text; sharegpt) = 21 to train, 0 held out, 6 unusable")

@@ -7,7 +7,8 @@ import pytest
 
 from tunebook.batch_arithmetic import count_held_out
 from tunebook.data.drawing import Draw
-from tunebook.data.labels import IGNORED, Tally, label_schema, label_turns
+from tunebook.data.labels import IGNORED, label_schema, label_turns
+from tunebook.data.overflow import Overflow
 from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE, HeldOut, write_splits
 from tunebook.data.tokens import EncodedTurn
 
@@ -18,7 +19,7 @@ def write_labelled(path, ordinals, batch_rows=7):
         for start in range(0, len(ordinals), batch_rows):
             for ordinal in ordinals[start : start + batch_rows]:
                 turn = EncodedTurn([1, 2], [1000 + ordinal, 3])
-                stream.write_batch(label_turns([turn], [ordinal], 10, Tally()))
+                stream.write_batch(label_turns([turn], [ordinal], Overflow(10)))
     return path
 
 

@@ -36,7 +36,8 @@ def identity(tmp_path):
         ["training.activation_checkpointing=false", "training.logging_steps=1"],
         ["training.save_strategy=epoch", "training.save_total_limit=2", "training.eval_strategy=no"],
         ["training.dataloader_num_workers=2", "training.ddp_timeout=60", "data.answer_rows=0"],
-        ["model.base_id=me/b", "data.max_bad_fraction=0.5"],
+        ["model.base_id=me/b", "data.max_bad_fraction=0.5", "data.packing=true", "data.max_truncated_fraction=0.1"],
+        ["data.path=null", "data.sources=[{path: org/rows}]"],  # the fingerprint of the rows says what they are
         ["training.weight_decay=0.0", "training.seed=42", "lora.lora_dropout=0.0"],  # the defaults, written out
     ],
 )
@@ -56,6 +57,7 @@ def test_what_changes_no_result_makes_no_difference(identity, words):
         ("lora.r=4", "lora.r"),
         ("lora.use_dora=true", "lora.use_dora"),
         ("data.validation=0.2", "data.validation"),
+        ("data.on_overflow=drop", "data.on_overflow"),
         ("model.attn_implementation=eager", "model.attn_implementation"),
     ],
 )

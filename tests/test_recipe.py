@@ -331,6 +331,14 @@ def test_contradictions_name_the_key_to_change(recipe, lines, key):
         (BASE.replace("name_or_path: org/tiny", "name_or_path: a/b\n  dtype: bfloat16") + "  bf16: false\n", "bf16"),
         (BASE.replace("  validation: 0.1\n", "") + "  eval_strategy: epoch\n", "training.eval_strategy"),
         (BASE.replace("validation: 0.1", "answer_rows: 3"), "data.answer_rows"),
+        (
+            BASE.replace("validation: 0.1", "on_overflow: error\n  max_truncated_fraction: 0.1"),
+            "data.max_truncated_fraction",
+        ),
+        (
+            BASE.replace("validation: 0.1", "packing: true") + "  neftune_noise_alpha: 5\n",
+            "training.neftune_noise_alpha",
+        ),
     ],
 )
 def test_contradictions_between_sections(recipe, text, key):

@@ -166,12 +166,13 @@ def test_what_changes_the_result_is_refused_by_name_with_both_values(place, word
 def test_what_changes_no_result_is_taken_over_and_announced(place):
     stop_after(place, "taken", 1, 4)
     words = ["training.per_device_train_batch_size=4", "training.activation_checkpointing=true"]
-    words += ["training.save_steps=3", "training.logging_steps=1", "data.answer_rows=1"]
+    words += ["training.save_steps=3", "training.logging_steps=1", "data.answer_rows=1", "data.packing=true"]
     again = place.run("taken", 1, *words)
     assert again.rank_codes() == [0], again.output()[-3000:]
     for note in ("per_device_train_batch_size: 4, was 2", "activation_checkpointing: true, was false"):
         assert f"training.{note}; it does not change the result" in again.output()
     assert "training.save_steps: 3, was 2" in again.output()
+    assert "data.packing: true, was false; it does not change the result" in again.output()
     assert steps_saved(place.folder / "taken") == [2, 4, 6, 9]
     assert largest_difference(adapter_of(place.folder / "taken"), adapter_of(place.unbroken(1))) < 1e-6
 

@@ -45,6 +45,7 @@ ORDER = [
     "batch_arithmetic",
     "plan",
     "plan_table",
+    "data.making",
     "data.cache",
     "identity",
     "run_folder",
@@ -67,8 +68,10 @@ ORDER = [
     "data.prompts",
     "data.chat_prompts",
     "data.tokens",
+    "data.overflow",
     "data.labels",
     "data.split",
+    "data.ahead",
     "data.tokenise",
     "data.tokenizer",
     "data.prepare",
@@ -78,6 +81,7 @@ ORDER = [
     "model",
     "adapter",
     "training.batches",
+    "training.packing",
     "training.collectives",
     "training.agreement",
     "training.unused_parameters",
@@ -145,7 +149,8 @@ def test_imports_point_one_way(path):
 
 def python_files() -> list[Path]:
     folders = [PACKAGE, ROOT / "scripts"]
-    return [*sorted(ROOT.glob("*.py")), *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
+    paths = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+    return [*paths, *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))

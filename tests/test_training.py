@@ -93,6 +93,22 @@ def test_the_logged_loss_is_the_mean_of_all_tokens_of_the_global_batch(one, two)
     assert two[0]["plain"]["losses"][0] == pytest.approx(one["first loss"]["true"], abs=1e-5)
 
 
+@pytest.mark.parametrize(("packed", "padded"), [("packed", "plain"), ("packed nf4", "nf4")])
+def test_packing_trains_the_same_adapter_without_padding(one, two, folder, packed, padded):  # case G01
+    for world, found in (("1", one), ("2", two[0])):
+        joined, apart = (
+            load_file(folder / processes / name / "adapter" / "adapter_model.safetensors")
+            for processes, name in ((world, packed), ("1", padded))
+        )
+        assert max(float((joined[key] - apart[key]).abs().max()) for key in apart) < 1e-6
+        mine, theirs = found[packed], one[padded]
+        assert mine["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+        assert mine["summary"]["eval_loss"] == pytest.approx(theirs["summary"]["eval_loss"], abs=1e-6)
+        assert mine["summary"]["trained_tokens"] == theirs["summary"]["trained_tokens"]
+        padding = mine["summary"]["padded_tokens"] / mine["summary"]["processed_tokens"]
+        assert padding <= 0.01 < theirs["summary"]["padded_tokens"] / theirs["summary"]["processed_tokens"]
+
+
 def test_measuring_and_loading_in_other_processes_do_not_change_training(one, two):
     for found in (one, two[0]):
         hashes = {name: found[name]["summary"]["adapter_sha256"] for name in ("plain", "nf4", "unmeasured", "workers")}
@@ -169,7 +185,8 @@ def test_summary_and_adapter_are_on_disk_and_agree(one, folder):
 
 
 def test_an_adapter_going_on_from_inside_epoch_2_is_that_of_the_unbroken_run(one, two):
-    assert [found["resumed"]["difference"] for found in (one, *two[:2])] == [0.0, 0.0, 0.0]
+    for name in ("resumed", "packed and resumed"):
+        assert [found[name]["difference"] for found in (one, *two[:2])] == [0.0, 0.0, 0.0]
 
 
 def test_a_loss_that_is_no_number_ends_every_rank_and_is_written_down(one, two, folder):
@@ -191,8 +208,8 @@ def test_plain_lines_come_from_rank_0_alone_and_steer_no_terminal(two):
     stdout, stderr = two[2]["stdout"], two[2]["stderr"]
     assert "\r" not in stdout and "\x1b" not in stdout
     lines = [line for line in stdout.splitlines() if line.startswith("step 9/9") and "loss" in line]
-    # Each of the seven recipes of nine steps says its last loss once, and but for one its last held-out loss.
-    assert len(lines) == 13
+    # Each of the nine recipes of nine steps says its last loss once, and but for one its last held-out loss.
+    assert len(lines) == 17
     assert "Warning" not in stderr
 
 

@@ -103,6 +103,7 @@ def build_recipe(
     validation: float = 0.2,
     model: dict[str, Any] | None = None,
     batch: dict[str, Any] | None = None,
+    packing: bool = False,
     **arguments: Any,
 ) -> Recipe:
     """Return an accepted recipe on a base folder; `arguments` are those of TrainingArguments, `batch` our own."""
@@ -112,12 +113,12 @@ def build_recipe(
         path="recipes/tiny.yaml",
         stem="tiny",
         model=ModelSection(name_or_path=str(base), dtype="float32", **(model or {})),
-        data=DataSection(path="rows.jsonl", validation=validation),
+        data=DataSection(path="rows.jsonl", validation=validation, packing=packing),
         batch=BatchSection(global_batch_size=global_batch_size, **(batch or {})),
         arguments=written,
         quantization=quantization,
         lora=lora,
-        resolved=json.loads(json.dumps(sections)),
+        resolved=json.loads(json.dumps(sections | {"data": {"packing": packing}})),
     )
 
 

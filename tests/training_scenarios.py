@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,14 @@ def first_loss(folder: Path, world: World) -> Finding:
     return {"true": one_by_one(run.model, rows)}
 
 
-def resumed(folder: Path, world: World) -> Finding:
+def resumed(folder: Path, world: World, **recipe: Any) -> Finding:
     """Break off inside epoch 2, go on from that checkpoint, and return the difference to the unbroken run."""
     from tunebook.adapter import adapter_tensors
     from tunebook.checkpoints import check_whole
     from tunebook.training.run import build_trainer
 
     data = build_data()
-    recipe = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no"}
+    recipe = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", **recipe}
     whole = build_trainer(run_of(folder, world, "resumed", data, **recipe), None)
     whole.train()
     expected = adapter_tensors(whole.model)
@@ -170,10 +171,13 @@ SCENARIOS: dict[str, Callable[[Path, World], Finding]] = {
     "bfloat16": lambda folder, world: trained(
         folder, world, "bfloat16", quantization=NF4, compute_dtype="bfloat16", num_train_epochs=1
     ),
+    "packed": lambda folder, world: trained(folder, world, "packed", packing=True),
+    "packed nf4": lambda folder, world: trained(folder, world, "packed nf4", quantization=NF4, packing=True),
     "full": lambda folder, world: trained(folder, world, "full", lora=None),
     "evaluations": evaluations,
     "first loss": first_loss,
     "resumed": resumed,
+    "packed and resumed": partial(resumed, packing=True),
     "broken": broken,
     "agreed": agreed,
 }

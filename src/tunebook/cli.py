@@ -9,8 +9,8 @@ from typer.exceptions import TyperException
 from tunebook import __version__
 from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, Problem, Refused
-from tunebook.planning import plan_without_data
-from tunebook.recipe.reading import load_recipe
+from tunebook.planning import plan_without_data, prepare_ahead
+from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.world import count_gpus, world_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -46,6 +46,19 @@ def launch(
     # What every rank would refuse is refused here already, before torch's agent is imported.
     plan_without_data(accepted, world_of(num_processes, "cuda" if count_gpus() else "cpu"), command.run_dir)
     raise typer.Exit(launch_script(find_script(), words, num_processes))
+
+
+@app.command(help="Read, check and tokenise the data of a recipe ahead of its run, which then starts at once.")
+def prepare(
+    recipe: Annotated[str, typer.Argument(help="The recipe, for example recipes/tiny_qlora.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the recipe's.")
+    ] = None,
+) -> None:
+    """Fill the cache and print what became of every row."""
+    accepted = load_recipe(recipe, tuple(overrides or ()))
+    with placed_in(accepted):
+        prepare_ahead(accepted)
 
 
 @app.command(help="Ask the model of a finished run; each line is a question of its own.")

@@ -30,8 +30,10 @@ PLANNED_TRAINING = frozenset({
     "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs", "max_steps",
     "seed", "data_seed", "bf16", "fp16", "warmup_steps",
 })  # fmt: skip
-# The rows' own hash counts; it covers what sources say of them.
-HARMLESS_DATA = frozenset({"path", "sources", "revision", "answer_rows", "max_bad_fraction"})
+# The rows' own hash counts instead of their place; it covers what sources say of them.
+HARMLESS_DATA = frozenset({
+    "path", "sources", "revision", "answer_rows", "max_bad_fraction", "max_truncated_fraction", "packing",
+})  # fmt: skip
 HARMLESS_MODEL = frozenset({"name_or_path", "revision", "base_id", "dtype"})  # the base's own identity counts
 # Taken over with a word about the schedule: training longer than was planned is a wish, not a mistake.
 SCHEDULE = ("training.num_train_epochs", "training.max_steps")
@@ -137,6 +139,7 @@ def taken_over(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "training.activation_checkpointing": plan.activation_checkpointing,
         "model.name_or_path": recipe.model.name_or_path,
         "data.path": ", ".join(source.path for source in recipe.data.all_sources()),
+        "data.packing": recipe.data.packing,
     }
     best = recipe.arguments.get("load_best_model_at_end")
     for name, value in recipe.arguments.items():

@@ -32,11 +32,23 @@ def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
         console = build_console()
         console.print(render_plan(plan))
         print_notes((*plan.notes[len(said) :], *data.notes), console)
-        console.print(render_data(data, plan), soft_wrap=True, markup=False)
+        console.print(render_data(data, plan.max_length), soft_wrap=True, markup=False)
     return plan
 
 
-def render_data(data: "PreparedData", plan: Plan) -> str:
+def prepare_ahead(recipe: Recipe) -> None:
+    """Prepare the data of an accepted recipe as a run of it would, and print what became of every row."""
+    from tunebook.data.prepare import prepare_data
+    from tunebook.data.tokenizer import load_tokenizer
+
+    data = prepare_data(recipe, load_tokenizer(recipe.model.name_or_path, recipe.model.revision))
+    console = build_console()
+    print_notes((*recipe.notes, *data.notes), console)
+    console.print(render_data(data, recipe.data.max_length), soft_wrap=True, markup=False)
+    console.print(f"prepared in {data.folder}", soft_wrap=True, markup=False)
+
+
+def render_data(data: "PreparedData", max_length: int) -> str:
     """Return what became of every row, on one line: none is lost without being counted."""
     parts = [f"{data.num_train_rows:,} to train", f"{data.num_eval_rows:,} held out"]
     if data.num_duplicate_rows:
@@ -44,12 +56,12 @@ def render_data(data: "PreparedData", plan: Plan) -> str:
     if data.num_unused_rows:
         parts.append(f"{data.num_unused_rows:,} not drawn from their source")
     if data.num_dropped_rows:
-        parts.append(f"{data.num_dropped_rows:,} dropped, cut before their response began")
+        parts.append(f"{data.num_dropped_rows:,} dropped for their length")
     if data.num_bad_rows:
         parts.append(f"{data.num_bad_rows:,} unusable (quarantine.jsonl)")
     cut = ""
     if data.num_truncated_rows or data.num_dropped_rows:
-        cut = f"; data.max_length {plan.max_length} cut {data.num_truncated_rows:,} of these short"
+        cut = f"; data.max_length {max_length} cut {data.num_truncated_rows:,} of these short"
         cut += f" and {data.response_tokens_lost:,} response tokens off in all (longest row: {data.longest_row:,})"
     trained = f"{data.trained_tokens:,} trained tokens per epoch"
     rows = f"{data.num_rows:,} rows" + (f" ({'; '.join(data.forms)})" if data.forms else "")

@@ -175,6 +175,11 @@ def no_group(world: World, error: Exception) -> Problem:
         "Check that every machine reaches this address, and name the network in GLOO_SOCKET_IFNAME or "
         "NCCL_SOCKET_IFNAME if there are several"
     )
+    if "timeout" in reason.lower() or "timed out" in reason.lower():
+        fix += (
+            ". If a machine prepares its data longer than training.ddp_timeout, run `tunebook prepare RECIPE` on it "
+            "first, or raise that"
+        )
     if "EADDRINUSE" in reason:
         reason = "another program, perhaps another run, listens on that port"
         fix = (

@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
+from tunebook.data.making import MORE_ROOM, SILENT_SECONDS, say_waiting
 from tunebook.errors import Problem, Refused
 from tunebook.writing import write_whole
 
@@ -72,9 +73,24 @@ def load_or_make(folder: Path, make: Callable[[Path], Mapping[str, Any]]) -> dic
         return manifest
     with _writable(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock", poll_interval=_POLL_SECONDS):
+        with _only_one(folder):
             manifest = load_manifest(folder)
             return manifest or _make_whole(folder, make)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`, which the system frees when its holder ends in whatever way."""
+    lock = FileLock(f"{folder}.lock", poll_interval=_POLL_SECONDS)
+    try:
+        lock.acquire(timeout=SILENT_SECONDS)
+    except Timeout:
+        say_waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _make_whole(folder: Path, make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
@@ -113,9 +129,9 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "Free some space, or set TUNEBOOK_CACHE to a folder with room"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Refused(Problem("no space left for the prepared data", fix, where=str(folder))) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            message = f"no space left for the prepared data: {error.strerror}"
+            raise Refused(Problem(message, MORE_ROOM, where=str(folder))) from error
         if _concerns(error, folder) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
             message = f"the cache folder can't be written: {error.strerror}"
             raise Refused(Problem(message, "Set TUNEBOOK_CACHE to a folder you own", where=str(folder))) from error

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tunebook.data.cache import cache_root, digest_of, load_or_make
 from tunebook.data.chat_prompts import build_prompts
+from tunebook.data.making import SlowProgress
+from tunebook.data.overflow import Truncation, check_truncated_fraction, truncation_notes
 from tunebook.data.prompts import Prompts
 from tunebook.data.quarantine import BadRow, check_bad_fraction, read_quarantine
 from tunebook.data.sources import Source, open_source
@@ -17,7 +19,7 @@ from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
 from tunebook.recipe.schema import Recipe
 
 # Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
-_VERSION = 2
+_VERSION = 3
 _BAD_ROWS_IN_MEMORY = 1000
 
 
@@ -40,14 +42,16 @@ class PreparedData:
     `train` and `evaluation` are memory-mapped `datasets.Dataset`s with the columns input_ids and labels (lists of
     int32; -100 where a label doesn't count) and length (tokens); `evaluation` is None without validation rows.
     Train, eval, dropped and bad rows together are `num_rows`, where no row is drawn, repeated, a duplicate or split.
-    `num_truncated_rows` were kept with a cut response, `num_dropped_rows` had no response token left,
-    `response_tokens_lost` counts both; `longest_row` is in tokens before the cut. `trained_tokens` are the labels that
-    count in one pass over `train`. `data_fingerprint` is the sha256 of the source's content. `quarantined` holds the
-    first bad rows, `write_quarantine` writes them all. `template` and
-    `notes` are for the user to read, and so are `forms`, the forms of the rows that were found.
+    `num_truncated_rows` were kept with a cut response, `num_dropped_rows` had no response token left or, under
+    `data.on_overflow: drop`, were longer than allowed; `response_tokens_lost` counts both, `longest_row` is in tokens
+    before the cut, and `truncation_table` says what other limits would do. `trained_tokens` are the labels that count
+    in one pass over `train`. `data_fingerprint` is the sha256 of the source's content. `quarantined` holds the first
+    bad rows, `write_quarantine` writes them all. `template` and `notes` are for the user to read, and so are `forms`,
+    the forms of the rows that were found.
 
     Besides: `num_duplicate_rows` were like an earlier row, `num_unused_rows` were left out by the sources' weights,
-    `num_repeated_rows` were added by them, `num_split_rows` where a conversation had to become several rows.
+    `num_repeated_rows` were added by them, `num_split_rows` where a conversation had to become several rows. Copies
+    and parts count one by one wherever rows are cut, dropped, trained or held out.
     """
 
     train: Any
@@ -69,6 +73,7 @@ class PreparedData:
     notes: tuple[str, ...]
     folder: Path
     source_names: tuple[str, ...]
+    truncation_table: tuple[Truncation, ...]
     forms: tuple[str, ...] = ()
     num_duplicate_rows: int = 0
     num_unused_rows: int = 0
@@ -81,19 +86,25 @@ def prepare_data(recipe: Recipe, tokenizer: Any, report_progress: Progress | Non
 
     Call it in every process, before a process group exists: one process per machine makes the data while the others
     wait on a lock. `tokenizer` is a fast one from `load_tokenizer`. `report_progress` gets rows done and rows in all,
-    in the process that works. Raises `Refused` for unusable paths, columns, rows, templates and settings.
+    in the process that works; by default it prints them from time to time. Raises `Refused` for unusable paths,
+    columns, rows, templates and settings, and where the disk has no room.
     """
     data = recipe.data
     source = open_source(data)
     prompts = build_prompts(tokenizer, data.template)
     fingerprint = source.content_digest()
     folder = cache_root() / "tokens" / _cache_key(recipe, tokenizer, prompts, fingerprint)
-    manifest = load_or_make(folder, Preparation(recipe, source, fingerprint, prompts, tokenizer, report_progress).make)
+    report = report_progress or SlowProgress()
+    manifest = load_or_make(folder, Preparation(recipe, source, fingerprint, prompts, tokenizer, report).make)
     counts = manifest["counts"]
     # Again for data that is in the cache already, where a recipe with another limit may have put it.
     bad_rows = read_quarantine(folder / QUARANTINE_FILE, source.names)
     check_bad_fraction(counts["num_rows"], counts["num_bad_rows"], bad_rows, data.max_bad_fraction)
-    return _load_prepared(folder, manifest, source, fingerprint)
+    prepared = _load_prepared(folder, manifest, source, fingerprint)
+    num_labelled = prepared.num_train_rows + prepared.num_eval_rows + prepared.num_dropped_rows
+    check_truncated_fraction(prepared.truncation_table, num_labelled, data)
+    notes = truncation_notes(prepared.truncation_table, num_labelled, data.max_length)
+    return replace(prepared, notes=(*prepared.notes, *notes))
 
 
 def write_quarantine(prepared: PreparedData, path: Path) -> None:
@@ -128,6 +139,7 @@ def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: st
             "train_on": data.train_on,
             "deduplicate": data.deduplicate,
             "max_length": data.max_length,
+            "on_overflow": data.on_overflow,
             "validation": data.validation,
             "seed": recipe.data_seed,
             "answer_rows": data.answer_rows,
@@ -154,4 +166,5 @@ def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fi
         notes=source.notes,
         folder=folder,
         source_names=source.names,
+        truncation_table=tuple(Truncation(**row) for row in manifest["truncation_table"]),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tunebook.data.conversation import Fault
-from tunebook.data.record import Unit
+from tunebook.data.record import Unit, place_of
 from tunebook.errors import Problem, Refused
 
 _SHOWN_BAD_ROWS = 5
@@ -26,8 +26,8 @@ class BadRow:
 
     @property
     def where(self) -> str:
-        """The place: `data.jsonl:3`, or `data.parquet row 3` where a file has no lines to count."""
-        return f"{self.file}:{self.number}" if self.unit == "line" else f"{self.file} row {self.number}"
+        """The place: `data.jsonl:3`, or `data.parquet row 3`."""
+        return place_of(self.file, self.number, self.unit)
 
 
 def write_bad_row(quarantine: TextIO, part: int, number: int, unit: Unit, fault: Fault) -> None:

@@ -26,3 +26,8 @@ class Record:
     number: int
     unit: Unit
     value: Any
+
+
+def place_of(file: str, number: int, unit: Unit) -> str:
+    """Return where a record stands: `data.jsonl:3`, or `data.parquet row 3` where a file has no lines to count."""
+    return f"{file}:{number}" if unit == "line" else f"{file} row {number}"

@@ -1,17 +1,22 @@
 """One preparation: all rows of a source turned into the files of a cache folder."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from tunebook.batch_arithmetic import count_held_out
+from tunebook.data.ahead import one_ahead
 from tunebook.data.batches import batches_of
 from tunebook.data.conversation import Conversation, Fault, TrainOn
 from tunebook.data.garbage import collect_young, garbage_search_paused
-from tunebook.data.labels import Tally, label_schema, label_turns
-from tunebook.data.prompts import AlpacaPrompts, Prompts, eos_token_id
+from tunebook.data.labels import label_schema, label_turns
+from tunebook.data.making import check_room
+from tunebook.data.overflow import Overflow, longer_rows_problems, table_as_json
+from tunebook.data.prompts import AlpacaPrompts, Prompts, Rendered, eos_token_id
 from tunebook.data.quarantine import check_bad_fraction, read_quarantine, write_bad_row
+from tunebook.data.record import place_of
 from tunebook.data.rows import Scan, UsedRow, read_used_rows, scan_usable
 from tunebook.data.sources import Source
 from tunebook.data.split import HeldOut, Splits, write_splits
@@ -56,6 +61,14 @@ class Written:
     num_bad_rows: int = 0  # that the template can't show
     num_split_rows: int = 0  # added where a conversation became several rows
     num_repeated_rows: int = 0  # copies, parts of split rows included
+    longer_places: list[str] = field(default_factory=list)  # of the first rows that are longer than the limit
+
+
+class RenderedBatch(NamedTuple):
+    """Rows and what the template made of each."""
+
+    rows: list[UsedRow]
+    rendered: list[Rendered]
 
 
 @dataclass(frozen=True)
@@ -77,32 +90,24 @@ class Preparation:
         data, quarantine = self.recipe.data, folder / QUARANTINE_FILE
         scan = scan_usable(self.source, quarantine, data)
         self._check_template(scan)
-        tally = Tally()
+        overflow = Overflow(data.max_length, data.on_overflow)
         with quarantine.open("a", encoding="utf-8") as bad_rows:
-            written = self._write_labelled(folder / _LABELLED_FILE, scan, tally, bad_rows)
-        num_bad_rows = scan.num_bad_rows + written.num_bad_rows
+            written = self._write_labelled(folder / _LABELLED_FILE, scan, overflow, bad_rows)
         shown = read_quarantine(quarantine, self.source.names)
-        check_bad_fraction(scan.num_rows, num_bad_rows, shown, data.max_bad_fraction)
-        held_out = self._held_out(scan, written, tally)
+        check_bad_fraction(scan.num_rows, scan.num_bad_rows + written.num_bad_rows, shown, data.max_bad_fraction)
+        if data.on_overflow == "error" and overflow.num_longer_rows:
+            num_good_rows = scan.num_used_rows - written.num_bad_rows
+            raise Refused(longer_rows_problems(overflow, num_good_rows, written.longer_places))
+        held_out = self._held_out(scan, written, overflow)
         splits = write_splits(folder / _LABELLED_FILE, folder, held_out)
         (folder / _LABELLED_FILE).unlink()
         examples = self._examples(splits, scan)
         if self.source.content_digest() != self.content_digest:
             message = "the data changed while it was being read"
             raise Refused(Problem(message, "Start again when nothing writes to it", key="data.path"))
-        counts = Counts(
-            num_rows=scan.num_rows,
-            num_bad_rows=num_bad_rows,
-            num_train_rows=splits.num_train_rows,
-            num_eval_rows=splits.num_eval_rows,
-            trained_tokens=splits.trained_tokens,
-            num_duplicate_rows=scan.num_duplicate_rows,
-            num_unused_rows=scan.num_unused_rows,
-            num_repeated_rows=written.num_repeated_rows,
-            num_split_rows=written.num_split_rows,
-            **asdict(tally),
-        )
-        return {"counts": asdict(counts), "examples": examples, **self._described(scan.forms)}
+        counts = _counts(scan, written, overflow, splits)
+        facts = {"examples": examples, "truncation_table": table_as_json(overflow.table())}
+        return {"counts": asdict(counts), **facts, **self._described(scan.forms)}
 
     def _described(self, forms: tuple[str, ...]) -> dict[str, Any]:
         """Return what is said of the rows: their forms, their template and the token that ends them."""
@@ -120,31 +125,42 @@ class Preparation:
             fix = "Set it to chatml, to a .jinja file, or to alpaca where each row is one question and one answer"
             raise Refused(Problem(message, fix, key="data.template"))
 
-    def _write_labelled(self, path: Path, scan: Scan, tally: Tally, bad_rows: TextIO) -> Written:
+    def _write_labelled(self, path: Path, scan: Scan, overflow: Overflow, bad_rows: TextIO) -> Written:
         """Tokenise all usable rows into one Arrow stream and return what became of them."""
         import pyarrow as pa
 
-        encoder = TurnEncoder(self.tokenizer, self.prompts)
+        encode = partial(_encode, TurnEncoder(self.tokenizer, self.prompts))
+        batches = map(self._render, batches_of(self._used_rows(scan)))
         written, num_done = Written(), 0
         with path.open("wb") as file, pa.ipc.new_stream(file, label_schema()) as stream, garbage_search_paused():
-            for rows in batches_of(self._used_rows(scan)):
-                ordinals, turns = self._encode_batch(rows, encoder, written, bad_rows)
-                labelled = label_turns(turns, ordinals, self.recipe.data.max_length, tally)
+            # The Rust tokenizer works on all cores and leaves Python free to read and label other rows.
+            for (rows, rendered), encoded in one_ahead(encode, batches):
+                ordinals, turns = self._collect(rows, rendered, encoded, written, bad_rows)
+                labelled = label_turns(turns, ordinals, overflow)
                 stream.write_batch(labelled)
                 num_done += len(rows)
                 written.num_rows += len(labelled.column("ordinal").unique())
-                collect_young()
+                longer = overflow.first_longer_rows[len(written.longer_places) :]
+                written.longer_places += self._places(rows, [ordinal for ordinal, _ in longer])
+                check_room(path.parent, file.tell(), num_done / scan.num_used_rows)
                 if self.report_progress:
                     self.report_progress(num_done, scan.num_used_rows)
+                collect_young()
         return written
 
-    def _encode_batch(
-        self, rows: Sequence[UsedRow], encoder: TurnEncoder, written: Written, bad_rows: TextIO
+    def _render(self, rows: list[UsedRow]) -> RenderedBatch:
+        return RenderedBatch(rows, self.prompts.render([used.placed.row for used in rows], self.recipe.data.train_on))
+
+    def _collect(
+        self,
+        rows: Sequence[UsedRow],
+        rendered: Sequence[Rendered],
+        encoded: Sequence[EncodedTurn],
+        written: Written,
+        bad_rows: TextIO,
     ) -> tuple[list[int], list[EncodedTurn]]:
-        """Return the encoded turns of a batch and the ordinal of each, the turns of a conversation joined."""
-        train_on = self.recipe.data.train_on
-        rendered = self.prompts.render([used.placed.row for used in rows], train_on)
-        encoded = iter(encoder.encode([turn for turns in rendered if not isinstance(turns, Fault) for turn in turns]))
+        """Return the ordinals of a batch's rows and their ids, the turns of a conversation joined, copies made."""
+        train_on, following = self.recipe.data.train_on, iter(encoded)
         ordinals: list[int] = []
         found: list[EncodedTurn] = []
         for used, turns in zip(rows, rendered, strict=True):
@@ -153,7 +169,7 @@ class Preparation:
                 write_bad_row(bad_rows, placed.part, placed.number, placed.unit, turns)
                 written.num_bad_rows += 1
                 continue
-            parts = [next(encoded) for _ in turns]
+            parts = [next(following) for _ in turns]
             if len(parts) > 1:
                 parts = _as_rows(join_turns(parts))
             if train_on == "all":
@@ -164,10 +180,15 @@ class Preparation:
             written.num_repeated_rows += len(parts) * (used.copies - 1)
         return ordinals, found
 
+    def _places(self, rows: Sequence[UsedRow], ordinals: Sequence[int]) -> list[str]:
+        """Return where those of a batch's rows stand that have these ordinals."""
+        placed = [used.placed for used in rows if used.ordinal in ordinals]
+        return [place_of(self.source.names[row.part], row.number, row.unit) for row in placed]
+
     def _used_rows(self, scan: Scan) -> Iterator[UsedRow]:
         return read_used_rows(self.source, scan, self.recipe.data_seed, self.recipe.data.deduplicate)
 
-    def _held_out(self, scan: Scan, written: Written, tally: Tally) -> HeldOut:
+    def _held_out(self, scan: Scan, written: Written, overflow: Overflow) -> HeldOut:
         """Return how to split the labelled rows; refuse where there are none, or too few to split."""
         data = self.recipe.data
         num_good_rows = scan.num_used_rows - written.num_bad_rows
@@ -175,9 +196,10 @@ class Preparation:
             message = f"none of the {scan.num_rows} rows can be used: {self.prompts.name} shows none of the usable ones"
             raise Refused(Problem(message, "Mend the rows, or set another template", key="data.template"))
         if written.num_rows == 0:
+            fate = "is longer than" if data.on_overflow == "drop" else "loses its whole response at"
             message = (
-                f"no row has anything left to train on: each of the {num_good_rows} usable rows loses its whole "
-                f"response at max_length {data.max_length} (the longest row has {tally.longest_row} tokens)"
+                f"no row has anything left to train on: each of the {num_good_rows} usable rows {fate} "
+                f"max_length {data.max_length} (the longest row has {overflow.longest_row} tokens)"
             )
             raise Refused(Problem(message, "Raise it, or shorten the prompts", key="data.max_length"))
         if data.validation > 0 and written.num_rows == 1:
@@ -203,6 +225,30 @@ class Preparation:
             if not wanted:
                 break
         return examples
+
+
+def _encode(encoder: TurnEncoder, batch: RenderedBatch) -> tuple[RenderedBatch, list[EncodedTurn]]:
+    """Return the batch with the ids of all its turns one after another, those of rows that can't be shown left out."""
+    return batch, encoder.encode([turn for turns in batch.rendered if not isinstance(turns, Fault) for turn in turns])
+
+
+def _counts(scan: Scan, written: Written, overflow: Overflow, splits: Splits) -> Counts:
+    at_limit = overflow.at_limit()
+    return Counts(
+        num_rows=scan.num_rows,
+        num_bad_rows=scan.num_bad_rows + written.num_bad_rows,
+        num_train_rows=splits.num_train_rows,
+        num_eval_rows=splits.num_eval_rows,
+        num_truncated_rows=at_limit.num_truncated_rows,
+        num_dropped_rows=at_limit.num_dropped_rows,
+        response_tokens_lost=at_limit.response_tokens_lost,
+        trained_tokens=splits.trained_tokens,
+        longest_row=overflow.longest_row,
+        num_duplicate_rows=scan.num_duplicate_rows,
+        num_unused_rows=scan.num_unused_rows,
+        num_repeated_rows=written.num_repeated_rows,
+        num_split_rows=written.num_split_rows,
+    )
 
 
 def _as_rows(parts: list[EncodedTurn]) -> list[EncodedTurn]:

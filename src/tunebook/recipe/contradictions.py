@@ -149,6 +149,18 @@ def _check_held_out(sections: Sections, report: Report) -> None:
         report("training.lr_scheduler_type", f"{schedule} follows the held-out loss, and no rows are held out", fix)
 
 
+def _check_overflow(sections: Sections, report: Report) -> None:
+    if sections.get("data.on_overflow") == "error" and sections.get("data.max_truncated_fraction") is not None:
+        report("data.max_truncated_fraction", "has no effect while on_overflow is error", "Remove one of them")
+
+
+def _check_packing(sections: Sections, report: Report) -> None:
+    # transformers divides the noise by the root of the sequence's length (integrations/neftune.py).
+    if sections.get("data.packing") and sections.get("training.neftune_noise_alpha"):
+        message = "would be weaker with packing, which joins rows: it is scaled by the length of the sequence"
+        report("training.neftune_noise_alpha", message, "Remove it, or set data.packing: false")
+
+
 def _check_best_model(sections: Sections, report: Report) -> None:
     if not sections.get("data.validation", 0):
         return
@@ -253,6 +265,8 @@ CHECKS = (
     _check_step_strategies,
     _check_workers,
     _check_held_out,
+    _check_overflow,
+    _check_packing,
     _check_best_model,
     _check_checkpointing,
     _check_idle_keys,

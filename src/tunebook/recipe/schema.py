@@ -79,10 +79,21 @@ class DataSection(Section):
     train_on: Literal["responses", "last_response", "all"] = Field(
         "responses", description="Which tokens of a conversation are trained: every answer, the last, or everything."
     )
-    max_length: int = Field(1024, ge=2, description="Longest row in tokens; longer ones are truncated and counted.")
+    max_length: int = Field(
+        1024, ge=2, description="Longest row in tokens; on_overflow says what becomes of longer ones."
+    )
+    on_overflow: Literal["truncate", "drop", "error"] = Field(
+        "truncate", description="Rows longer than max_length: cut at the end, left out, or refused."
+    )
+    max_truncated_fraction: float = Field(
+        1.0, ge=0, le=1, description="More rows cut or dropped for their length than this refuses the run."
+    )
     validation: float = Field(0.0, ge=0, lt=1, description="Fraction of rows held out, drawn with the seed.")
     answer_rows: int = Field(
         3, ge=0, description="Held-out rows answered greedily before and after training, and compared."
+    )
+    packing: bool = Field(
+        False, description="Join the rows of a micro-batch to one sequence without padding; the result is the same."
     )
     max_bad_fraction: float = Field(0.001, ge=0, le=1, description="More unusable rows than this refuses the run.")
 

@@ -6,7 +6,7 @@ on the world and on their lengths; it changes padding and speed, but not the gra
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,16 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch is laid on processes and micro-steps, and which process asks."""
+    """How a global batch is laid on processes and micro-steps, and which process asks.
+
+    `packed` says that the rows of a micro-batch are joined, so that it costs the sum of their lengths.
+    """
 
     global_batch_size: int
     num_processes: int = 1
     gradient_accumulation_steps: int = 1
     rank: int = 0
+    packed: bool = False
 
 
 class GlobalBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
@@ -63,6 +67,7 @@ class GlobalBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             seed=seed,
             drop_last=drop_last,
         )
+        self._packed = layout.packed
         self._is_epoch_set = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -85,6 +90,13 @@ class GlobalBatchSampler(BatchRebalanceSampler):  # type: ignore[misc]
             rows = real_rows + [FILLER_ROW] * (num_places - len(real_rows))
             lengths = [len(FILLER["labels"]) if row == FILLER_ROW else self.lengths[row] for row in rows]
             yield from self._assign(rows, lengths)[self.rank]
+
+    def _group_cost(self, group: Sequence[tuple[int, int]]) -> float:
+        """Return the cost of (row, length) pairs in one micro-batch: upstream's, which pads, or their tokens if packed.
+
+        The part of attention that grows with the square only widens the gaps between sums, so equal sums balance it.
+        """
+        return float(sum(length for _, length in group)) if self._packed else super()._group_cost(group)
 
 
 def build_train_batches(
@@ -134,8 +146,8 @@ def pad_right(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
 
     Padding is known by its position, never by an id, so the id it has (0) says nothing.
     Returns int64 tensors of shape (rows, tokens) `input_ids`, `attention_mask` (1 for a token of a row) and `labels`
-    (-100 where nothing is trained), and the plain numbers `num_row_tokens` (without padding and fillers) and
-    `num_trained_tokens` (labels that are a target: those after the first position of a row).
+    (-100 where nothing is trained), and the plain numbers `num_rows`, `num_row_tokens` (without padding and fillers)
+    and `num_trained_tokens` (labels that are a target: those after the first position of a row).
     """
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
     input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -150,6 +162,37 @@ def pad_right(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "labels": labels,
+        "num_rows": len(rows),
         "num_row_tokens": sum(len(row["input_ids"]) for row in rows if row != FILLER),
         "num_trained_tokens": int(labels[:, 1:].ne(IGNORED_LABEL).sum()),
     }
+
+
+def join_rows(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+    """Make one micro-batch of rows, joined one after another to a single sequence without padding (`data.packing`).
+
+    Positions start again with each row; that, with no attention mask and no cache, is what keeps the rows apart
+    (`check_rows_apart`). The first label of a row is -100: the last token of the row before would be asked for it.
+    Fillers are left out where there is a row. Returns int64 tensors of shape (1, tokens) `input_ids`, `position_ids`
+    and `labels`, and the plain numbers of `pad_right`.
+    """
+    real = [row for row in rows if row != FILLER]
+    joined = real or [FILLER]
+    lengths = [len(row["input_ids"]) for row in joined]
+    labels = [label for row in joined for label in (IGNORED_LABEL, *row["labels"][1:])]
+    return {
+        "input_ids": torch.tensor([[token for row in joined for token in row["input_ids"]]]),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "labels": torch.tensor([labels]),
+        "num_rows": len(real),
+        "num_row_tokens": sum(lengths) if real else 0,
+        "num_trained_tokens": sum(label != IGNORED_LABEL for label in labels),
+    }
+
+
+def tensors_of(micro_batch: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
+    """Return what a model takes of a micro-batch: its tensors without the numbers, on `device` where one is given."""
+    tensors = {name: value for name, value in micro_batch.items() if isinstance(value, torch.Tensor)}
+    if device is None:
+        return tensors
+    return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}

@@ -1,9 +1,10 @@
 """How training ends before its end: stopped by a signal, or for a failure that is understood and said in one line."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,9 +75,9 @@ def explaining(trainer: Training, plan: Plan) -> Iterator[None]:
 
 def _render_out_of_memory(trainer: Training, plan: Plan) -> str:
     """Return where memory ran out, and settings that need less of it at the same global batch."""
-    rows, tokens = plan.per_device_train_batch_size, plan.max_length
+    rows, tokens = f"{plan.per_device_train_batch_size} rows of up to {plan.max_length} tokens", plan.max_length
     if trainer.last_micro_batch is not None:
-        rows, tokens = trainer.last_micro_batch["input_ids"].shape
+        rows, tokens = _sizes_of(trainer.last_micro_batch)
     micro, accumulation = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
     advice = []
     if micro > 1:
@@ -91,10 +92,19 @@ def _render_out_of_memory(trainer: Training, plan: Plan) -> str:
     if plan.max_length > 2:
         advice.append(f"data.max_length below {tokens} (changes the rows, so it needs --fresh)")
     return (
-        f"out of memory at step {trainer.state.global_step + 1}: {rows} rows of up to {tokens} tokens, "
+        f"out of memory at step {trainer.state.global_step + 1}: {rows}, "
         f"per_device_train_batch_size {micro}, gradient_accumulation_steps {accumulation}, {plan.compute_dtype}, "
         f"{plan.method}. Less memory: {'; or '.join(advice)}. {_last_checkpoint(plan)}"
     )
+
+
+def _sizes_of(micro_batch: Mapping[str, Any]) -> tuple[str, int]:
+    """Return how large a micro-batch is in words, and the tokens of its longest row."""
+    num_tokens = micro_batch["input_ids"].shape[1]
+    if "position_ids" not in micro_batch:
+        return f"{micro_batch['num_rows']} rows of up to {num_tokens} tokens", num_tokens
+    longest = int(micro_batch["position_ids"].max()) + 1
+    return f"{micro_batch['num_rows']} rows of up to {longest} tokens, joined to {num_tokens}", longest
 
 
 def _last_checkpoint(plan: Plan) -> str:

@@ -61,7 +61,7 @@ class TokenCounts:
     trained: int = 0
 
     def count(self, micro_batch: Mapping[str, Any]) -> None:
-        """Add a micro-batch as `pad_right` makes it, by its shape alone, without touching the device."""
+        """Add a micro-batch as `pad_right` or `join_rows` makes it, by its shape alone, without touching the device."""
         self.processed += micro_batch["input_ids"].numel()
         self.padded += micro_batch["input_ids"].numel() - micro_batch["num_row_tokens"]
         self.trained += micro_batch["num_trained_tokens"]

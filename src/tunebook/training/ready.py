@@ -1,6 +1,6 @@
 """A run before its first step: arguments, batches and model, built and agreed on by all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -14,8 +14,9 @@ from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
 from tunebook.training.agreement import check_same_start
 from tunebook.training.arguments import build_training_arguments, check_schedule
-from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches
+from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches, join_rows, pad_right
 from tunebook.training.measuring import Stopwatch
+from tunebook.training.packing import check_rows_apart
 from tunebook.world import World
 
 
@@ -33,6 +34,11 @@ class ReadyRun:
     model: Any
     wall: Stopwatch
 
+    @property
+    def collate(self) -> Callable[..., dict[str, Any]]:
+        """What makes a micro-batch of rows, in training and in evaluation."""
+        return join_rows if self.recipe.data.packing else pad_right
+
 
 def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData) -> ReadyRun:
     """Build arguments, batches and model; every rank raises the same Refused where any of them cannot be had."""
@@ -41,12 +47,20 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
     check_same_start(start_facts(recipe, plan, data))
     with refuse_together():
         arguments = build_training_arguments(recipe, plan, world)
-        layout = BatchLayout(plan.global_batch_size, world.num_processes, plan.gradient_accumulation_steps, world.rank)
+        layout = BatchLayout(
+            plan.global_batch_size,
+            world.num_processes,
+            plan.gradient_accumulation_steps,
+            world.rank,
+            packed=recipe.data.packing,
+        )
         lengths = data.train["length"]
         batches = build_train_batches(lengths, layout, recipe.data_seed, arguments.dataloader_drop_last)
         check_schedule(arguments, plan)
         model = build_model(recipe, plan, world, tokenizer)
         check_positions(recipe, model, data.longest_row)
+        if recipe.data.packing:
+            check_rows_apart(recipe, model, plan.compute_dtype)
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, wall)
 
 

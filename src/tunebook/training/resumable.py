@@ -11,17 +11,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from tunebook.checkpoints import Checkpoint, NotWhole, check_best, checkpoint_folder
 from tunebook.errors import TrainingFailed
 from tunebook.quiet import quiet_libraries
+from tunebook.training.batches import FILLER, tensors_of
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.saving import Progress, random_states, restore_random_states, save_checkpoint, sum_tokens
 from tunebook.training.stopping import StopVote
-
-# Two tokens that train nothing: loss 0, and a gradient of 0 for every parameter.
-EMPTY_BATCH = {
-    "input_ids": torch.zeros((1, 2), dtype=torch.int64),
-    "attention_mask": torch.ones((1, 2), dtype=torch.int64),
-    "labels": torch.full((1, 2), -100),
-}
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
             self._save_all(random_states())
 
     def _settle_buckets(self) -> None:
-        """Run one empty micro-batch, so that DDP reduces the first step as it does all but a run's very first.
+        """Run a micro-batch that trains nothing, so that DDP reduces the first step as every later one.
 
         It lays out its buckets anew after the first backward pass it has seen, and the place of a gradient in them
         decides the order in which more than two processes add it up. (torch's reducer, 2.13: 2e-8 on four processes.)
@@ -203,7 +197,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
             return
         states = random_states()
         model.train()
-        batch = self._prepare_inputs({name: values.clone() for name, values in EMPTY_BATCH.items()})
+        batch = self._prepare_inputs({**tensors_of(self.data_collator([FILLER])), "use_cache": False})
         with self.compute_loss_context_manager():
             loss = model(**batch, num_items_in_batch=torch.ones((), device=self.args.device)).loss
         loss.backward()

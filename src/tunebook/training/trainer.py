@@ -12,7 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from tunebook.adapter import write_adapter_weights
 from tunebook.training.agreement import check_replicas
-from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, pad_right
+from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import check_finite, summed_token_loss
 from tunebook.training.ready import ReadyRun
@@ -35,7 +35,7 @@ class RecipeTrainer(ResumableTrainer):
             model=run.model,
             args=run.arguments,
             wall=run.wall,
-            data_collator=pad_right,
+            data_collator=run.collate,
             train_dataset=Rows(run.data.train),
             eval_dataset=Rows(run.data.evaluation) if run.data.num_eval_rows else None,
             callbacks=[TrainingPace(self), *callbacks],
@@ -47,9 +47,9 @@ class RecipeTrainer(ResumableTrainer):
         self.check_stop()
         self.last_micro_batch = inputs
         self.tokens.count(inputs)
-        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
         with naming_unused(self.model):
-            return super().training_step(model, inputs, num_items_in_batch)
+            # A cache would hide that joined rows are several, whatever the model's own setting is.
+            return super().training_step(model, {**tensors_of(inputs), "use_cache": False}, num_items_in_batch)
 
     def held_out_loss(self) -> float | None:
         """Return the held-out loss of the weights as they stand, or None where no rows are held out.
@@ -89,8 +89,8 @@ class RecipeTrainer(ResumableTrainer):
             if self.vote.is_asked:
                 break
             num_tokens += batch["num_trained_tokens"]
-            labels = self._prepare_input(batch["labels"])
-            inputs = self._prepare_input({name: batch[name] for name in ("input_ids", "attention_mask")})
+            inputs = self._prepare_input(tensors_of(batch))
+            labels = inputs.pop("labels")
             with torch.no_grad(), self.accelerator.autocast():
                 total += summed_token_loss(self.model(**inputs, use_cache=False).logits, labels)
         self.model.train(was_training)

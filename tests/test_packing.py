@@ -1,0 +1,181 @@
+"""Joined rows: without padding, with the labels they have alone, and apart from each other in every model."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tiny_training import NF4, build_base, build_data, build_recipe, plan_of
+from training_scenarios import run_of
+from tunebook.errors import Refused, TrainingFailed
+from tunebook.process_group import start_process_group, stop_process_group
+from tunebook.training.batches import FILLER, BatchLayout, GlobalBatchSampler, join_rows, pad_right, tensors_of
+from tunebook.training.failures import explaining
+from tunebook.training.packing import check_rows_apart, measure_apart
+from tunebook.world import World
+
+pytestmark = pytest.mark.slow
+
+ROWS = [
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+    {"input_ids": [8], "labels": [8]},  # a label that no token is asked for
+    {"input_ids": [9, 3, 3, 4], "labels": [9, -100, 3, 4]},
+]
+SMALL = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KEEP_APART = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"head_dim": 16, "sliding_window": 6},
+    "phi3": {},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+}
+LET_SEE = {
+    "bloom": {"n_head": 4, "n_layer": 2},  # no positions to restart
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},  # positions from the mask
+    "mamba": {"state_size": 8},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+}
+
+
+def build(kind, attention="eager", **changes):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def test_joined_rows_have_no_padding_and_no_label_across_a_border():
+    batch = join_rows([ROWS[0], FILLER, *ROWS[1:]])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 3, 3, 4]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, -100, 3, 4]]
+    assert {tensor.dtype for tensor in tensors_of(batch).values()} == {torch.int64}
+    assert tensors_of(batch).keys() == {"input_ids", "position_ids", "labels"}, "a mask would undo the positions"
+    apart = pad_right(ROWS)
+    for number in ("num_rows", "num_row_tokens", "num_trained_tokens"):
+        assert batch[number] == apart[number]
+
+
+def test_a_place_without_rows_trains_nothing():
+    batch = join_rows([FILLER, FILLER])
+    assert batch["input_ids"].shape == (1, 2)
+    assert (batch["num_rows"], batch["num_row_tokens"], batch["num_trained_tokens"]) == (0, 0, 0)
+    assert set(batch["labels"].flatten().tolist()) == {-100}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_each_joined_row_has_the_logits_it_has_alone(attention):  # case G01
+    model = build("qwen2", attention)
+    batch = tensors_of(join_rows(ROWS))
+    del batch["labels"]
+    alone = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in ROWS]
+
+    def largest_difference(**inputs):
+        return float((model(**inputs).logits[0] - torch.cat(alone)).abs().max())
+
+    with torch.no_grad():
+        assert largest_difference(**batch, use_cache=False) < 1e-5
+        # What upstream does with the smallest departure from that form; when this fails, less care is needed.
+        assert largest_difference(**batch, use_cache=False, attention_mask=torch.ones(1, 8, dtype=torch.int64)) > 0.05
+        assert largest_difference(**batch, use_cache=True) > 0.05
+        assert largest_difference(input_ids=batch["input_ids"], use_cache=False) > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KEEP_APART)
+def test_models_that_keep_rows_apart_are_let_through(kind, dtype):
+    # transformers has no sdpa for Gemma 2.
+    for attention in ("sdpa", "eager") if kind != "gemma2" else ("eager",):
+        model = build(kind, attention, **KEEP_APART[kind]).to(getattr(torch, dtype))
+        state = torch.get_rng_state()
+        check_rows_apart(build_recipe("base", packing=True), model.train(), dtype)
+        assert model.training and torch.equal(torch.get_rng_state(), state)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert measure_apart(model, dtype).reached == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", LET_SEE)
+def test_models_that_let_rows_see_each_other_are_refused(kind, dtype):
+    model = build(kind, **LET_SEE[kind]).to(getattr(torch, dtype))
+    with pytest.raises(Refused, match=r"data\.packing.* would let joined rows see each other.*packing: false"):
+        check_rows_apart(build_recipe("base", packing=True), model, dtype)
+
+
+def test_a_model_that_takes_no_positions_or_counts_in_chunks_is_refused():
+    recipe = build_recipe("base", packing=True)
+    model = build("llama")
+    forward = model.forward
+    model.forward = lambda input_ids, use_cache: forward(input_ids, use_cache=use_cache)
+    with pytest.raises(Refused, match=r"takes no joined rows: .*position_ids"):
+        check_rows_apart(recipe, model, "float32")
+    chunks = build("llama4_text", head_dim=16, num_local_experts=2, attention_chunk_size=8, intermediate_size_mlp=64)
+    with pytest.raises(Refused, match="in chunks of 8 tokens"):
+        check_rows_apart(recipe, chunks, "float32")
+
+
+def test_positions_that_go_on_are_refused_though_no_row_is_seen():
+    """GPT-2 with its mask from the restarted positions, and learned positions that count on over the border."""
+    model = build("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    learned = model.transformer.wpe
+    model.transformer.wpe.forward = lambda ids: torch.nn.functional.embedding(
+        torch.arange(ids.shape[1])[None], learned.weight
+    )
+    apart = measure_apart(model, "float32")
+    assert apart.reached == 0.0 and not apart.holds("float32")
+
+
+@pytest.fixture
+def base(tmp_path):
+    start_process_group(World())
+    yield build_base(tmp_path / "base")
+    stop_process_group()
+
+
+@pytest.mark.parametrize("quantization", [None, NF4, {"load_in_8bit": True}])
+def test_the_check_runs_on_the_model_of_the_run(base, quantization):
+    run = run_of(base.parent, World(), "packed", build_data(), quantization=quantization, packing=True)
+    assert run.collate is join_rows
+    apart = measure_apart(run.model, "float32")
+    assert apart.reached == 0.0 and apart.in_view > 0.05
+
+
+def test_a_run_that_would_mix_rows_is_refused_before_it_begins(base):
+    build("bloom", n_head=4, n_layer=2).save_pretrained(base)
+    assert run_of(base.parent, World(), "plain", build_data()).collate is pad_right
+    with pytest.raises(Refused, match=r"BloomForCausalLM\) would let joined rows see each other"):
+        run_of(base.parent, World(), "packed", build_data(), packing=True)
+    assert not (base.parent / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("collate", "sizes"), [(pad_right, "tokens, per_device"), (join_rows, "tokens, joined to 8, per_device")]
+)
+def test_running_out_of_memory_names_the_rows(tmp_path, collate, sizes):
+    plan = plan_of(build_recipe("base", packing=True), World(), build_data(), tmp_path)
+    training = SimpleNamespace(last_micro_batch=collate(ROWS), state=SimpleNamespace(global_step=4))
+    expected = f"step 5: 3 rows of up to 4 {sizes}.*max_length below 4"
+    with pytest.raises(TrainingFailed, match=expected), explaining(training, plan):
+        raise MemoryError
+
+
+def test_joined_micro_batches_are_balanced_by_their_tokens():
+    draw = random.Random(1)
+    lengths = [draw.randrange(2, 400) for _ in range(64)]
+
+    def spread(packed):
+        sampler = GlobalBatchSampler(lengths, BatchLayout(64, 2, 4, 0, packed), seed=0)
+        sampler.set_epoch(0)
+        sums = [sum(lengths[row] for row in batch) for batch in sampler]
+        return max(sums) / min(sums)
+
+    assert spread(packed=True) < 1.2 < spread(packed=False)
