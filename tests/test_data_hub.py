@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from tiny_data import build_recipe
-from tunebook.data.formats import AlpacaRow
-from tunebook.data.rows import open_source, read_good_rows, scan_rows
+from tunebook.data.conversation import pair
+from tunebook.data.rows import read_good_rows, scan_rows
+from tunebook.data.sources import open_source
 from tunebook.errors import Refused
+from tunebook.recipe.schema import DataSource
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +37,7 @@ def hub(monkeypatch, tmp_path):
 def test_rows_come_from_the_split_and_revision_of_the_recipe(hub, tmp_path):
     source = open_source(build_recipe("org/rows", revision="v1", split="train[:3]").data)
     assert hub == [("org/rows", {"revision": "v1", "split": "train[:3]"})]
-    assert list(read_good_rows(source)) == [AlpacaRow("a", "", "b"), AlpacaRow("c", "", "d")]
+    assert [placed.row for placed in read_good_rows(source)] == [pair("a", "b"), pair("c", "d")]
     with (tmp_path / "quarantine").open("w") as quarantine:
         counts = scan_rows(source, quarantine)
     assert (counts.num_rows, counts.num_bad_rows) == (3, 1)
@@ -52,7 +54,12 @@ def test_the_digest_follows_the_content(hub, tmp_path):
     assert len(first) == 64
     from tunebook.data.hub import HubSource
 
-    assert HubSource("org/rows", datasets.load_from_disk(str(tmp_path / "saved2"))).content_digest() != first
+    assert (
+        HubSource(
+            "org/rows", datasets.load_from_disk(str(tmp_path / "saved2")), DataSource(path="org/rows")
+        ).content_digest()
+        != first
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,9 @@ def test_without_a_network_both_loaders_refuse_and_show_no_trace(tmp_path):
         "from tunebook.data.hub import load_hub_source\n"
         "from tunebook.data.tokenizer import load_tokenizer\n"
         "from tunebook.errors import Refused\n"
-        "for load in (lambda: load_hub_source('org/rows', None, 'train'), lambda: load_tokenizer('org/tiny', 'v1')):\n"
+        "from tunebook.recipe.schema import DataSource\n"
+        "rows = DataSource(path='org/rows')\n"
+        "for load in (lambda: load_hub_source(rows), lambda: load_tokenizer('org/tiny', 'v1')):\n"
         "    try:\n        load()\n    except Refused as refused:\n        print(refused)\n"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -38,7 +38,7 @@ def effect(rows, max_length, policy):
             kept.append(0)
         else:
             cut, lost = cut + is_longer, lost + len(labels) - len(left)
-            kept.append(min(length, max_length))
+            kept.append(left[-1] + 1 if is_longer else length)
     return Truncation(max_length, cut, dropped, lost), kept
 
 
@@ -67,6 +67,22 @@ def test_the_first_longer_rows_are_remembered_and_all_are_counted():
     assert overflow.num_longer_rows == 6
     assert overflow.first_longer_rows == [(1, 9), (3, 9), (4, 12), (5, 9), (6, 9)]
     assert overflow.longest_row == 12
+
+
+def test_copies_and_parts_are_one_longer_row_and_the_longest_of_them_is_told():
+    overflow = Overflow(8, "error")
+    lengths, row_of = np.array([9, 5, 12, 3, 9, 9]), np.arange(6)
+    overflow.kept_lengths(lengths, np.ones(6, np.int64), row_of, [0, 2, 2, 3, 4, 4])
+    assert (overflow.num_longer_rows, overflow.first_longer_rows) == (3, [(0, 9), (2, 12), (4, 9)])
+    assert overflow.at_limit().num_truncated_rows == 4
+
+
+@pytest.mark.parametrize("policy", ["truncate", "drop", "error"])
+def test_no_rows_at_all_count_nothing(policy):
+    overflow, kept = fed([], 8, policy)
+    none = np.zeros(0, np.int64)
+    assert overflow.kept_lengths(none, none, none, none).tolist() == kept == []
+    assert overflow.at_limit() == Truncation(8, 0, 0, 0)
 
 
 def test_a_million_tokens_is_where_the_table_ends():

@@ -251,7 +251,7 @@ def test_held_out_examples_are_prompts_as_generation_sees_them(tmp_path):
 
 
 def test_examples_belong_to_their_rows_where_others_were_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr("tunebook.data.tokenise._BATCH_ROWS", 4)
+    monkeypatch.setattr("tunebook.data.batches._BATCH_ROWS", 4)
     tokenizer = build_tiny_tokenizer()
     rows = [ROWS[number] | ({"input": "word " * 100} if number % 3 == 0 else {}) for number in range(40)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -338,7 +338,7 @@ def test_a_file_that_the_system_will_not_let_grow_is_refused_and_removed(tmp_pat
 def test_long_rows_go_through_in_small_batches(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:50])
     whole = prepare(path, validation=0.3)
-    monkeypatch.setattr("tunebook.data.tokenise._BATCH_CHARS", 100)
+    monkeypatch.setattr("tunebook.data.batches._BATCH_CHARS", 100)
     seen = []
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "other"))
     recipe = build_recipe(path, validation=0.3)

@@ -4,14 +4,14 @@ import pytest
 
 from tiny_data import shared
 from tiny_models import CHATML, build_tiny_tokenizer
-from tunebook.data.formats import AlpacaRow
-from tunebook.data.prompts import build_prompts, find_stop_token
+from tunebook.data.chat_prompts import build_prompts, find_stop_token
+from tunebook.data.conversation import Fault, pair
 from tunebook.errors import Refused
 
 pytestmark = pytest.mark.slow
 
-RED = AlpacaRow("Name a color.", "", "red")
-CAT = AlpacaRow("Translate to French.", "cat", "chat")
+RED = pair("Name a color.", "red")
+CAT = pair("Translate to French.", "chat", "cat")
 
 
 def with_template(template, tokenizer="bytelevel", **options):
@@ -21,7 +21,8 @@ def with_template(template, tokenizer="bytelevel", **options):
 
 
 def turn(tokenizer, row=RED, template="auto"):
-    return build_prompts(tokenizer, template).render([row])[0]
+    [rendered] = build_prompts(tokenizer, template).render([row])
+    return rendered if isinstance(rendered, Fault) else rendered[0]
 
 
 def refusal(tokenizer, row=RED):
@@ -33,7 +34,7 @@ def refusal(tokenizer, row=RED):
 def test_chatml_prompts_as_generation_does_and_stops_at_the_turn_end():
     tokenizer = build_tiny_tokenizer()
     prompts = build_prompts(tokenizer, "auto")
-    red, cat = prompts.render([RED, CAT])
+    [[red], [cat]] = prompts.render([RED, CAT])
     assert red.prompt == "<|im_start|>user\nName a color.<|im_end|>\n<|im_start|>assistant\n"
     assert (red.response, red.marked) == ("red", False)
     assert "user\nTranslate to French.\n\ncat<|im_end|>" in cat.prompt
@@ -45,7 +46,7 @@ def test_chatml_prompts_as_generation_does_and_stops_at_the_turn_end():
 def test_a_base_model_without_a_template_gets_the_alpaca_text():
     tokenizer = build_tiny_tokenizer("metaspace", chat_template=False)
     prompts = build_prompts(tokenizer, "auto")
-    red, cat = prompts.render([RED, CAT])
+    [[red], [cat]] = prompts.render([RED, CAT])
     assert prompts.name == "alpaca text"
     assert red.prompt.startswith("Below is an instruction that describes a task. Write a response")
     assert red.prompt.endswith("### Instruction:\nName a color.\n\n### Response:\n")
@@ -61,7 +62,7 @@ def test_the_recipe_may_ask_for_the_alpaca_text():
 
 
 def test_a_row_cannot_change_the_text_around_it():
-    row = AlpacaRow("{input} {0} %s", "{instruction}", "{output}")
+    row = pair("{input} {0} %s", "{output}", "{instruction}")
     rendered = turn(build_tiny_tokenizer(chat_template=False), row)
     assert "### Instruction:\n{input} {0} %s\n\n### Input:\n{instruction}\n" in rendered.prompt
 
@@ -96,7 +97,7 @@ def test_what_the_template_writes_before_the_answer_is_trained():
 @pytest.mark.parametrize("expression", ["m['content'] | trim", "m['content'].strip()"])
 def test_a_template_that_trims_is_followed(expression):
     tokenizer = with_template(CHATML.replace("m['content']", expression))
-    rendered = turn(tokenizer, AlpacaRow("  Name a color. ", "", " red\n"))
+    rendered = turn(tokenizer, pair("  Name a color. ", " red\n"))
     assert "user\nName a color.<|im_end|>" in rendered.prompt
     assert rendered.response == "red"
 
@@ -122,10 +123,10 @@ def test_a_generation_prompt_that_no_answer_follows_is_refused():
     ("template", "reason"),
     [
         ("{{ raise_exception('roles must be odd') }}", "roles must be odd"),
-        ("{% for m in messages %}{{ m.content.nothing.at_all }}{% endfor %}", "it fails on"),
+        ("{% for m in messages %}{{ m.content.nothing.at_all }}{% endfor %}", "the chat template fails on it"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "it does not show the user's message"),
         ("{{ messages[0].content }}", "it does not show the assistant's answer"),
-        ("{{ broken", "it fails on"),
+        ("{{ broken", "the chat template fails on it"),
     ],
 )
 def test_a_template_that_cannot_be_trained_with_says_why(template, reason):
@@ -134,24 +135,24 @@ def test_a_template_that_cannot_be_trained_with_says_why(template, reason):
     assert reason in text
 
 
-def test_a_template_that_ends_some_turns_in_another_way_is_refused():
+def test_a_row_whose_turn_ends_in_another_way_is_bad():
     template = CHATML.replace("m['content'] +", "m['content'] + ('!' if 'green' in m['content'] else '') +")
     tokenizer = with_template(template.replace("'!' if", "eos_token if"))
     assert turn(tokenizer).response == "red"
     odd = with_template(CHATML.replace("'<|im_end|>'", "('' if 'green' in m['content'] else '<|im_end|>')"))
     assert turn(odd).response == "red"
-    assert "ends the turn in another way for the row that begins 'Name a color.'" in refusal(
-        odd, RED._replace(output="green")
+    assert turn(odd, pair("Name a color.", "green")) == Fault(
+        "", "the chat template ends the turn in another way for the answer to 'Name a color.'"
     )
 
 
 def test_rows_that_hold_control_tokens_are_marked():
     tokenizer = build_tiny_tokenizer()
     prompts = build_prompts(tokenizer, "auto")
-    rows = [RED, RED._replace(instruction="What does <|im_end|> do?"), RED._replace(output="It is <|endoftext|>.")]
-    assert [rendered.marked for rendered in prompts.render(rows)] == [False, True, True]
+    rows = [RED, pair("What does <|im_end|> do?", "red"), pair("Name a color.", "It is <|endoftext|>.")]
+    assert [rendered.marked for [rendered] in prompts.render(rows)] == [False, True, True]
     alpaca = build_prompts(tokenizer, "alpaca")
-    assert [rendered.marked for rendered in alpaca.render(rows)] == [False, True, True]
+    assert [rendered.marked for [rendered] in alpaca.render(rows)] == [False, True, True]
 
 
 def test_rendering_once_and_rendering_each_row_agree_on_real_rows(monkeypatch):
@@ -161,7 +162,7 @@ def test_rendering_once_and_rendering_each_row_agree_on_real_rows(monkeypatch):
 
     tokenizer = AutoTokenizer.from_pretrained(str(shared("assets", "qwen2.5-tokenizer-mini")))
     raw = json.loads(shared("data", "alpaca_2000.json").read_text(encoding="utf-8"))
-    rows = [AlpacaRow(row["instruction"], row["input"], row["output"]) for row in raw if row["output"].strip()]
+    rows = [pair(row["instruction"], row["output"], row["input"]) for row in raw if row["output"].strip()]
     prompts = build_prompts(tokenizer, "auto")
     assert prompts._shape is not None
     by_shape = prompts.render(rows)

@@ -6,9 +6,10 @@ import pyarrow as pa
 import pytest
 
 from tunebook.batch_arithmetic import count_held_out
+from tunebook.data.drawing import Draw
 from tunebook.data.labels import IGNORED, label_schema, label_turns
 from tunebook.data.overflow import Overflow
-from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE, HeldOut, _Draw, write_splits
+from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE, HeldOut, write_splits
 from tunebook.data.tokens import EncodedTurn
 
 
@@ -18,7 +19,7 @@ def write_labelled(path, ordinals, batch_rows=7):
         for start in range(0, len(ordinals), batch_rows):
             for ordinal in ordinals[start : start + batch_rows]:
                 turn = EncodedTurn([1, 2], [1000 + ordinal, 3])
-                stream.write_batch(label_turns([turn], ordinal, Overflow(10)))
+                stream.write_batch(label_turns([turn], [ordinal], Overflow(10)))
     return path
 
 
@@ -56,11 +57,11 @@ def test_every_row_is_on_one_side_in_file_order(tmp_path):
 
 def test_the_first_held_out_rows_come_with_their_prompts(tmp_path):
     splits, _, evaluation = split(tmp_path, list(range(50)), 9)
-    assert splits.first_held_out == [(ordinal, [1, 2]) for ordinal in evaluation[:3]]
+    assert splits.first_held_out == [(ordinal, [1, 2], [1000 + ordinal, 3]) for ordinal in evaluation[:3]]
 
 
 def drawn(ordinals, num_held_out, seed=0):
-    draw = _Draw(HeldOut(len(ordinals), num_held_out, seed, 0))
+    draw = Draw(len(ordinals), num_held_out, seed)
     return [ordinal for ordinal in ordinals if draw.draw(ordinal)]
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from tiny_data import shared
 from tiny_models import build_tiny_tokenizer
-from tunebook.data.formats import AlpacaRow
-from tunebook.data.prompts import build_prompts
+from tunebook.data.chat_prompts import build_prompts
+from tunebook.data.conversation import pair
 from tunebook.data.tokens import TurnEncoder
 
 pytestmark = pytest.mark.slow
 
-RED = AlpacaRow("Name a color.", "", "red")
+RED = pair("Name a color.", "red")
 # How M03's template reads as a chat template: the marker of the reply holds the eos token, and ends with a space.
 M03_TEMPLATE = (
     "{{ messages[0].content + '<|endoftext|>Assistant: ' }}"
@@ -23,12 +23,12 @@ M03_TEMPLATE = (
 def encode(tokenizer, rows, template="auto"):
     """Return the prompts and the encoded turns of the rows."""
     prompts = build_prompts(tokenizer, template)
-    turns = prompts.render(rows)
+    turns = [turn for rendered in prompts.render(rows) for turn in rendered]
     return prompts, turns, TurnEncoder(tokenizer, prompts).encode(turns)
 
 
 def generation_ids(tokenizer, row, sanitize=False):
-    message = [{"role": "user", "content": row.question}]
+    message = [{"role": "user", "content": row.messages[0].text}]
     return tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=sanitize
     )
@@ -41,7 +41,7 @@ def generation_ids(tokenizer, row, sanitize=False):
 )
 def test_labels_decode_to_the_answer_and_one_stop_token(kind, template, output):  # case M01
     tokenizer = build_tiny_tokenizer(kind)
-    prompts, _, [turn] = encode(tokenizer, [RED._replace(output=output)], template)
+    prompts, _, [turn] = encode(tokenizer, [pair("Name a color.", output)], template)
     assert turn.response_ids.count(prompts.stop_token_id) == 1
     assert turn.response_ids[-1] == prompts.stop_token_id
     assert tokenizer.decode(turn.response_ids[:-1]) == output
@@ -51,7 +51,7 @@ def test_labels_decode_to_the_answer_and_one_stop_token(kind, template, output):
 @pytest.mark.parametrize("template", ["auto", "alpaca"])
 def test_an_answer_that_would_merge_with_the_prompt_is_kept_apart(output, template):
     tokenizer = build_tiny_tokenizer()
-    row = RED._replace(output=output)
+    row = pair("Name a color.", output)
     _, turns, [turn] = encode(tokenizer, [row], template)
     assert turn.prompt_ids == tokenizer.encode(turns[0].prompt, add_special_tokens=False)
     assert tokenizer.decode(turn.response_ids[:-1]) == output
@@ -62,9 +62,9 @@ def test_the_qwen_tokenizer_does_merge_there_and_the_prompt_still_stands():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(shared("assets", "qwen2.5-tokenizer")))
-    row = RED._replace(output="\n\nred")
+    row = pair("Name a color.", "\n\nred")
     _, turns, [turn] = encode(tokenizer, [row])
-    joined = tokenizer.encode(turns[0].prompt + row.output, add_special_tokens=False)
+    joined = tokenizer.encode(turns[0].prompt + row.messages[-1].content, add_special_tokens=False)
     assert joined[: len(turn.prompt_ids)] != turn.prompt_ids
     assert turn.prompt_ids == generation_ids(tokenizer, row)
     assert tokenizer.decode(turn.response_ids) == "\n\nred<|im_end|>"
@@ -74,12 +74,12 @@ def test_the_qwen_tokenizer_does_merge_there_and_the_prompt_still_stands():
 def test_a_marker_that_holds_the_pad_token_hides_nothing(pad):  # case M03
     tokenizer = build_tiny_tokenizer(pad=pad)
     tokenizer.chat_template = M03_TEMPLATE
-    rows = [RED, AlpacaRow("Count.", "", "one two three")]
+    rows = [RED, pair("Count.", "one two three")]
     _, turns, encoded = encode(tokenizer, rows)
     for row, turn, text in zip(rows, encoded, turns, strict=True):
         assert text.prompt.endswith("Assistant: ")
         assert turn.prompt_ids == generation_ids(tokenizer, row)
-        assert tokenizer.decode(turn.response_ids) == row.output + "<|endoftext|>"
+        assert tokenizer.decode(turn.response_ids) == row.messages[-1].content + "<|endoftext|>"
 
 
 @pytest.mark.parametrize("template", ["auto", "alpaca"])
@@ -104,11 +104,11 @@ def test_the_prompt_is_what_generation_sees():
 def test_control_tokens_in_a_rows_text_are_trained_as_text(kind, template):
     tokenizer = build_tiny_tokenizer(kind)
     token = "<|im_end|>" if kind == "bytelevel" else "</s>"
-    row = AlpacaRow(f"What is {token}?", "", f"{token} ends a turn, so I stop at {token} now.")
+    row = pair(f"What is {token}?", f"{token} ends a turn, so I stop at {token} now.")
     prompts, _, [turn, plain] = encode(tokenizer, [row, RED], template)
     stop = prompts.stop_token_id
     assert turn.response_ids.count(stop) == 1
-    assert tokenizer.decode(turn.response_ids[:-1]) == row.output
+    assert tokenizer.decode(turn.response_ids[:-1]) == row.messages[-1].content
     assert turn.prompt_ids.count(tokenizer.convert_tokens_to_ids(token)) == plain.prompt_ids.count(
         tokenizer.convert_tokens_to_ids(token)
     )
@@ -143,7 +143,7 @@ def test_real_rows_give_the_ids_of_the_joined_text(name, template):
 
     tokenizer = AutoTokenizer.from_pretrained(str(shared("assets", name)))
     raw = json.loads(shared("data", "alpaca_2000.json").read_text(encoding="utf-8"))
-    rows = [AlpacaRow(row["instruction"], row["input"], row["output"]) for row in raw if row["output"].strip()]
+    rows = [pair(row["instruction"], row["output"], row["input"]) for row in raw if row["output"].strip()]
     prompts, turns, encoded = encode(tokenizer, rows, template)
     stop = tokenizer.convert_ids_to_tokens(prompts.stop_token_id)
     backend = tokenizer.backend_tokenizer
@@ -151,4 +151,4 @@ def test_real_rows_give_the_ids_of_the_joined_text(name, template):
     assert len(encoded) > 1900
     for row, text, turn, whole in zip(rows, turns, encoded, joined, strict=True):
         assert turn.prompt_ids + turn.response_ids == prompts.leading_ids + whole.ids
-        assert tokenizer.decode(turn.response_ids[:-1]) == text.response == row.output
+        assert tokenizer.decode(turn.response_ids[:-1]) == text.response == row.messages[-1].content

@@ -37,6 +37,7 @@ def identity(tmp_path):
         ["training.save_strategy=epoch", "training.save_total_limit=2", "training.eval_strategy=no"],
         ["training.dataloader_num_workers=2", "training.ddp_timeout=60", "data.answer_rows=0"],
         ["model.base_id=me/b", "data.max_bad_fraction=0.5", "data.packing=true", "data.max_truncated_fraction=0.1"],
+        ["data.path=null", "data.sources=[{path: org/rows}]"],  # the fingerprint of the rows says what they are
         ["training.weight_decay=0.0", "training.seed=42", "lora.lora_dropout=0.0"],  # the defaults, written out
     ],
 )

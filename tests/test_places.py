@@ -83,10 +83,10 @@ def test_a_missing_data_file_never_becomes_a_hub_id(folder, path):
     assert f"{path} does not exist" in only(check_data_path(path))
 
 
-@pytest.mark.parametrize("name", ["semi.csv", "rows.txt", "rows.jsonl.gz", "rows"])
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.txt", "rows.parquet.gz", "rows.jsonl.bz2", "rows"])
 def test_a_file_of_another_kind_is_refused_with_the_kinds_that_are_read(folder, name):
     (folder / name).write_text("instruction;input;output\na;;b\n")
-    assert ".json, .jsonl or .parquet" in only(check_data_path(f"./{name}"))
+    assert ".json, .jsonl, .csv, .parquet or .arrow" in only(check_data_path(f"./{name}"))
 
 
 def test_an_empty_file_is_refused_before_anything_loads(folder):  # case S03
@@ -103,6 +103,28 @@ def test_a_folder_gives_its_data_files_by_name_and_names_the_rest(folder):
     assert len(listing.notes) == 1
     assert listing.notes[0].endswith("README.md, more/")
     assert check_data_path(".") == []
+
+
+def test_compressed_files_are_data_and_a_saved_data_set_is_its_arrow_files(folder):
+    for name in ["a.jsonl.gz", "b.json.zst", "c.csv", "d.arrow", "dataset_info.json", "state.json"]:
+        (folder / name).write_text("x")
+    assert [file.name for file in list_data_files(".").files] == ["a.jsonl.gz", "b.json.zst", "c.csv", "d.arrow"]
+    assert list_data_files(".").notes == ()
+
+
+def test_a_pattern_gives_the_files_that_it_matches(folder):
+    (folder / "more").mkdir()
+    for name in ["b.jsonl", "a.jsonl", "c.json", "more/d.jsonl", ".e.jsonl"]:
+        (folder / name).write_text(ROW)
+    assert [str(file) for file in list_data_files("*.jsonl").files] == ["a.jsonl", "b.jsonl"]
+    assert [str(file) for file in list_data_files("**/[ad].jsonl").files] == ["a.jsonl", "more/d.jsonl"]
+    assert list_data_files(f"{folder}/?.json").files == (folder / "c.json",)
+    assert check_data_path("*.jsonl") == []
+    assert "no file matches *.parquet" in only(check_data_path("*.parquet"))
+    (folder / "[odd].jsonl").write_text(ROW)
+    assert [str(file) for file in list_data_files("[odd].jsonl").files] == ["[odd].jsonl"]
+    (folder / "d.txt").write_text(ROW)
+    assert ".txt is not read" in only(check_data_path("d*"))
 
 
 def test_a_folder_without_data_files_says_what_it_holds(folder):

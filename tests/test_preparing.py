@@ -78,7 +78,7 @@ def test_what_is_prepared_ahead_is_there_when_the_run_starts(server, place, monk
         cli.main()
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert "data: 27 rows = 22 to train, 5 held out; " in said and "prepared in " in said
+    assert "data: 27 rows (alpaca) = 22 to train, 5 held out; " in said and "prepared in " in said
     life = server.wait(begin(server, place, "ahead", "ahead", **SLOW))
     assert life.rank_codes() == [0, 0], life.output()
     assert "prepares slowly" not in life.output()

@@ -66,7 +66,7 @@ def load_trained(recipe: Recipe, plan: Plan) -> Trained:
     with quiet_libraries():
         from peft import PeftModel
 
-        from tunebook.data.prompts import build_prompts
+        from tunebook.data.chat_prompts import build_prompts
         from tunebook.data.tokenizer import load_tokenizer
         from tunebook.model import load_base
 
@@ -79,20 +79,22 @@ def load_trained(recipe: Recipe, plan: Plan) -> Trained:
             model = load_base(replace(recipe, model=whole), plan, world)
         else:
             model = PeftModel.from_pretrained(load_base(recipe, plan, world), folder)
-    return Trained(model.eval(), tokenizer, build_prompts(tokenizer, recipe.data.template))
+    # Another template than the Alpaca text was saved with the tokenizer.
+    template = "alpaca" if recipe.data.template == "alpaca" else "auto"
+    return Trained(model.eval(), tokenizer, build_prompts(tokenizer, template))
 
 
 def _answer(trained: Trained, question: str) -> None:
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    from tunebook.data.formats import AlpacaRow
+    from tunebook.data.conversation import pair
     from tunebook.data.tokens import TurnEncoder
     from tunebook.quiet import quiet_libraries
 
     tokenizer = trained.tokenizer
-    [turn] = trained.prompts.render([AlpacaRow(question, "", "-")])
-    ids = TurnEncoder(tokenizer, trained.prompts).encode([turn])[0].prompt_ids
+    [turns] = trained.prompts.render([pair(question, "-")])
+    ids = TurnEncoder(tokenizer, trained.prompts).encode(turns)[0].prompt_ids
     stops = sorted({trained.prompts.stop_token_id, tokenizer.eos_token_id} - {None})
     settings = GenerationConfig(
         max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id

@@ -30,9 +30,9 @@ PLANNED_TRAINING = frozenset({
     "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs", "max_steps",
     "seed", "data_seed", "bf16", "fp16", "warmup_steps",
 })  # fmt: skip
-# The rows' own hash counts instead of their place.
+# The rows' own hash counts instead of their place; it covers what sources say of them.
 HARMLESS_DATA = frozenset({
-    "path", "revision", "answer_rows", "max_bad_fraction", "max_truncated_fraction", "packing",
+    "path", "sources", "revision", "answer_rows", "max_bad_fraction", "max_truncated_fraction", "packing",
 })  # fmt: skip
 HARMLESS_MODEL = frozenset({"name_or_path", "revision", "base_id", "dtype"})  # the base's own identity counts
 # Taken over with a word about the schedule: training longer than was planned is a wish, not a mistake.
@@ -143,7 +143,7 @@ def taken_over(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "training.gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "training.activation_checkpointing": plan.activation_checkpointing,
         "model.name_or_path": recipe.model.name_or_path,
-        "data.path": recipe.data.path,
+        "data.path": ", ".join(source.path for source in recipe.data.all_sources()),
         "data.packing": recipe.data.packing,
     }
     best = recipe.arguments.get("load_best_model_at_end")

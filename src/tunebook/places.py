@@ -4,6 +4,7 @@ Everything here looks at names and folders only, so it runs while the recipe is 
 """
 
 import difflib
+import glob
 import os
 import re
 from collections.abc import Sequence
@@ -12,9 +13,20 @@ from pathlib import Path
 
 from tunebook.errors import Problem
 
-DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
+COMPRESSED = (".gz", ".zst")
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv")
+DATA_SUFFIXES = (
+    *_TEXT_SUFFIXES,
+    ".parquet",
+    ".arrow",
+    *(f"{text}{end}" for text in _TEXT_SUFFIXES for end in COMPRESSED),
+)
+_KINDS = ".json, .jsonl, .csv, .parquet or .arrow"
 # Suffixes that say "this was meant as a file", though none of them is read.
-_OTHER_FILE_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip")
+_OTHER_FILE_SUFFIXES = (".tsv", ".txt", ".gz", ".zst", ".bz2", ".xz", ".zip", ".jinja", ".yaml", ".md")
+# What `datasets` writes beside the Arrow files of a saved data set; no rows are in them.
+_SAVED_WITH_ARROW = ("dataset_info.json", "state.json")
+_PATTERN = re.compile(r"[*?\[]")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -37,8 +49,15 @@ def is_local(name: str, suffixes: Sequence[str] = ()) -> bool:
         or name in (".", "..")
         or name.count("/") > 1
         or name.lower().endswith(tuple(suffixes))
+        or bool(_PATTERN.search(name))
         or local_path(name).exists()
     )
+
+
+def data_suffix(file: Path) -> str:
+    """Return what says how a data file is read, such as `.parquet` or `.jsonl.gz`; "" if none of ours."""
+    name = file.name.lower()
+    return max((suffix for suffix in DATA_SUFFIXES if name.endswith(suffix)), key=len, default="")
 
 
 def is_local_data(path: str) -> bool:
@@ -52,38 +71,60 @@ def local_path(name: str) -> Path:
 
 
 def list_data_files(path: str) -> DataFiles:
-    """Return the data files that a local `data.path` stands for: the file itself, or a folder's files by name.
+    """Return the data files of a local `data.path`: the file itself, a folder's files by name, or a pattern's by path.
 
     Hidden entries are ignored; other entries of a folder that are not data files are named in `notes`.
     """
     place = local_path(path)
+    if _is_pattern(path):
+        return DataFiles(tuple(sorted(_matches(path))))
     if not place.is_dir():
         return DataFiles((place,))
     entries = sorted((entry for entry in place.iterdir() if not entry.name.startswith(".")), key=lambda e: e.name)
-    files = tuple(entry for entry in entries if entry.is_file() and entry.suffix.lower() in DATA_SUFFIXES)
+    if any(data_suffix(entry) == ".arrow" for entry in entries):
+        entries = [entry for entry in entries if entry.name not in _SAVED_WITH_ARROW]
+    files = tuple(entry for entry in entries if entry.is_file() and data_suffix(entry))
     rest = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries if entry not in files]
-    notes = (f"{path}: not read, as no {_one_of(DATA_SUFFIXES)} file: {', '.join(rest)}",) if rest else ()
+    notes = (f"{path}: not read, as no {_KINDS} file: {', '.join(rest)}",) if rest else ()
     return DataFiles(files, notes)
+
+
+def _is_pattern(path: str) -> bool:
+    return bool(_PATTERN.search(path)) and not local_path(path).exists()
+
+
+def _matches(path: str) -> list[Path]:
+    """Return the files that a pattern matches, folders and hidden ones left out; `**` goes through all folders."""
+    found = glob.glob(str(local_path(path)), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return [Path(name) for name in found if Path(name).is_file()]
 
 
 def check_data_path(path: str) -> list[Problem]:
     """Return what is wrong with `data.path` as far as names, folders and sizes tell; an empty list if nothing is."""
     if not is_local_data(path):
-        return _check_hub_id(path, "data.path", "a .json, .jsonl or .parquet file, a folder of them")
+        return _check_hub_id(path, "data.path", f"a {_KINDS} file, a folder of them")
     place = local_path(path)
-    if not place.exists():
+    if not place.exists() and not _is_pattern(path):
         kind = "file" if place.suffix else "file or folder"
         return [_missing(place, path, kind, "data.path")]
+    return _check_listing(path, place)
+
+
+def _check_listing(path: str, place: Path) -> list[Problem]:
+    """Return what is wrong with the file, the folder's files or the files that match."""
     if place.is_dir():
         if not os.access(place, os.R_OK | os.X_OK):
             return [Problem(f"folder {path} can't be read: permission denied", key="data.path")]
         listing = list_data_files(path)
         if not listing.files:
-            message = f"no {_one_of(DATA_SUFFIXES)} file in folder {path}"
+            message = f"no {_KINDS} file in folder {path}"
             found = f"; it holds {', '.join(_names(place)) or 'nothing'}"
             return [Problem(message + found, "Name a file, or the folder that holds the data files", key="data.path")]
-        return [problem for file in listing.files for problem in _check_data_file(file)]
-    return _check_data_file(place)
+    files = list_data_files(path).files
+    if not files:
+        fix = f"Correct the pattern; it is relative to the current folder {Path.cwd()}"
+        return [Problem(f"no file matches {path}", fix, key="data.path")]
+    return [problem for file in files for problem in _check_data_file(file)]
 
 
 def check_model_path(name_or_path: str) -> list[Problem]:
@@ -108,9 +149,10 @@ def check_model_path(name_or_path: str) -> list[Problem]:
 def _check_data_file(place: Path) -> list[Problem]:
     """Return what is wrong with one data file without reading more than its size."""
     key = "data.path"
-    if place.suffix.lower() not in DATA_SUFFIXES:
+    if not data_suffix(place):
         ending = place.suffix or "a file without a suffix"
-        return [Problem(f"{place}: {ending} is not read", f"Convert it to {_one_of(DATA_SUFFIXES)}", key=key)]
+        fix = f"Convert it to {_KINDS}; .gz and .zst may follow the first three"
+        return [Problem(f"{place}: {ending} is not read", fix, key=key)]
     if not place.is_file():
         return [Problem(f"{place} is not a regular file", key=key)]
     if not os.access(place, os.R_OK):
@@ -157,7 +199,3 @@ def _names(folder: Path, slash: bool = True) -> list[str]:
         return [entry.name for entry in entries]
     names = [f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries[:10]]
     return [*names, "..."] if len(entries) > 10 else names
-
-
-def _one_of(suffixes: Sequence[str]) -> str:
-    return f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"

@@ -51,6 +51,10 @@ def prepare_ahead(recipe: Recipe) -> None:
 def render_data(data: "PreparedData", max_length: int) -> str:
     """Return what became of every row, on one line: none is lost without being counted."""
     parts = [f"{data.num_train_rows:,} to train", f"{data.num_eval_rows:,} held out"]
+    if data.num_duplicate_rows:
+        parts.append(f"{data.num_duplicate_rows:,} like an earlier row, left out")
+    if data.num_unused_rows:
+        parts.append(f"{data.num_unused_rows:,} not drawn from their source")
     if data.num_dropped_rows:
         parts.append(f"{data.num_dropped_rows:,} dropped for their length")
     if data.num_bad_rows:
@@ -60,7 +64,14 @@ def render_data(data: "PreparedData", max_length: int) -> str:
         cut = f"; data.max_length {max_length} cut {data.num_truncated_rows:,} of these short"
         cut += f" and {data.response_tokens_lost:,} response tokens off in all (longest row: {data.longest_row:,})"
     trained = f"{data.trained_tokens:,} trained tokens per epoch"
-    return f"data: {data.num_rows:,} rows = {', '.join(parts)}{cut}; {trained}; prompts by {data.template}"
+    rows = f"{data.num_rows:,} rows" + (f" ({'; '.join(data.forms)})" if data.forms else "")
+    if data.num_repeated_rows:
+        rows += f" + {data.num_repeated_rows:,} repeated by weight"
+    if data.num_split_rows:
+        rows += (
+            f" + {data.num_split_rows:,} as conversations became several rows (their template rewrites earlier turns)"
+        )
+    return f"data: {rows} = {', '.join(parts)}{cut}; {trained}; prompts by {data.template}"
 
 
 def show_start(plan: Plan, world: World) -> None:
@@ -80,9 +91,10 @@ def show_plan(recipe: Recipe, command: Command) -> None:
     plan = plan_without_data(recipe, world, command.run_dir)
     if command.rows is not None:
         plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
-    elif is_local_data(recipe.data.path):
-        num_rows = _count_usable_rows(recipe)
-        plan = with_rows(plan, num_rows, recipe.data.validation, "usable rows, before data.max_length")
+    elif all(is_local_data(source.path) for source in recipe.data.all_sources()):
+        num_rows, forms = _count_usable_rows(recipe)
+        origin = f"usable rows ({forms}), before data.max_length"
+        plan = with_rows(plan, num_rows, recipe.data.validation, origin)
     if not world.is_main:
         return
     if command.json:
@@ -104,13 +116,17 @@ def _planned_world(recipe: Recipe, command: Command) -> World:
     return read_world(compute_dtype=recipe.model.dtype, ddp_backend=backend)
 
 
-def _count_usable_rows(recipe: Recipe) -> int:
-    """Read the local data once; raises Refused for what a run would refuse of it before it is tokenised."""
-    from tunebook.data.rows import open_source, scan_usable
+def _count_usable_rows(recipe: Recipe) -> tuple[int, str]:
+    """Read the local data once and return how many rows a run uses, and their forms.
+
+    Raises Refused for what a run would refuse of it before it is tokenised.
+    """
+    from tunebook.data.rows import scan_usable
+    from tunebook.data.sources import open_source
 
     with TemporaryDirectory() as folder:
-        scan = scan_usable(open_source(recipe.data), Path(folder) / "quarantine", recipe.data.max_bad_fraction)
-    return scan.num_rows - scan.num_bad_rows
+        scan = scan_usable(open_source(recipe.data), Path(folder) / "quarantine", recipe.data)
+    return scan.num_used_rows + scan.num_repeated_rows, "; ".join(scan.forms)
 
 
 def _has_bf16(world: World) -> bool:

@@ -1,123 +1,173 @@
-"""The form of a row: which columns it has, and what makes one unusable."""
+"""The form of a row: which columns it has, what they stand for, and how a record of it becomes a conversation."""
 
-import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from tunebook.errors import Problem
+from tunebook.data.conversation import Conversation, Fault, Message, kind_of, pair, text_fault
+from tunebook.data.messages import Wrong, check_order, find_kind, read_conversation, read_messages, read_tools
+from tunebook.recipe.schema import FORM_COLUMNS, FORM_REQUIRED, DataSource
 
-ALPACA_REQUIRED = ("instruction", "output")
-ALPACA_OPTIONAL = ("input",)
-# Names that other data sets use for the same thing, tried where no column has a similar name.
-_OTHER_NAMES = {
-    "instruction": ("prompt", "question", "query", "user"),
-    "output": ("response", "answer", "completion", "target", "assistant"),
-    "input": ("context",),
-}
-_SHOWN_CHARS = 40
+# Where a list of turns is looked for when no column is named.
+_TURN_COLUMNS = ("messages", "conversations", "conversation")
 
 
-class AlpacaRow(NamedTuple):
-    """One usable Alpaca row; `input` is empty where the row has none."""
+@dataclass(frozen=True)
+class Form:
+    """A form of row as one file has it: `columns` says which column holds which part (prompt, response, ...)."""
 
-    instruction: str
-    input: str
-    output: str
+    name: str
+    columns: Mapping[str, str]
 
     @property
-    def question(self) -> str:
-        """What the user says: the instruction, and the input after a blank line if there is one."""
-        return f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
+    def required(self) -> list[str]:
+        """The columns that every row must have."""
+        return [self.columns[part] for part in FORM_REQUIRED[self.name]]
+
+    @property
+    def optional(self) -> list[str]:
+        """The columns that a row may have besides."""
+        return [column for part, column in self.columns.items() if part not in FORM_REQUIRED[self.name]]
+
+    @property
+    def title(self) -> str:
+        """The form as the plan names it, with the columns where they are not its own."""
+        own = FORM_COLUMNS[self.name]
+        named = [column for part, column in self.columns.items() if own.get(part) != column]
+        return f"{self.name} ({', '.join(named)})" if named else self.name
 
 
-class Fault(NamedTuple):
-    """Why a record is no usable row; `field` names the columns concerned and is empty for the record as a whole."""
+def named_form(name: str, columns: Mapping[str, str] | None = None) -> Form:
+    """Return a form by its name, with the columns that a recipe names in place of its own."""
+    own = FORM_COLUMNS[name]
+    return Form(name, {**own, **{part: column for part, column in (columns or {}).items() if part in own}})
 
-    field: str
-    reason: str
+
+def possible_forms(section: DataSource) -> list[Form]:
+    """Return the forms that rows of a source may have by what the recipe says of it."""
+    given = section.columns or {}
+    if section.format != "auto":
+        return [named_form(section.format, given)]
+    forms = []
+    for name, own in FORM_COLUMNS.items():
+        if not given.keys() <= own.keys() or (
+            name == "alpaca" and {"prompt", "response"} <= given.keys() and "input" not in given
+        ):
+            continue  # question and answer by name are a prompt and its completion
+        lists = [{}] if "messages" in given or "messages" not in own else [{"messages": c} for c in _TURN_COLUMNS]
+        forms += [named_form(name, {**given, **named}) for named in lists]
+    return forms
 
 
-def parse_alpaca(value: Any) -> AlpacaRow | Fault:
-    """Return the row that a decoded record stands for, or what is wrong with it (every field, not only the first).
+def wanted_columns(names: Sequence[str], section: DataSource) -> list[str] | None:
+    """Return which of the columns `names` to read; None for all, where no form fits and they are to be shown."""
+    fitting = [form for form in possible_forms(section) if set(form.required) <= set(names)]
+    others = [form for form in fitting if form.name != "text"]  # rendered text beside the fields it was made of
+    wanted = {column for form in others or fitting for column in (*form.required, *form.optional)}
+    return [name for name in names if name in wanted] if wanted else None
 
-    `instruction` and `output` must be text that is not blank. `input` may be absent, null or blank: all mean none.
+
+def find_forms(section: DataSource, records: Iterable[Mapping[str, Any]]) -> list[Form]:
+    """Return the forms that fit the first records of a file: one, or several where it can't be told, or none.
+
+    A column counts as there if some record has more than null in it; failing that, if some record has its name.
+    """
+    seen = list(records)
+    filled = {str(column) for record in seen for column, value in record.items() if value is not None}
+    named = {str(column) for record in seen for column in record}
+    for columns in (filled, named):
+        fitting = [form for form in possible_forms(section) if set(form.required) <= columns]
+        if section.format == "auto":
+            fitting = [form for form in fitting if _is_kind(form, seen)]
+        others = [form for form in fitting if form.name != "text"]
+        if fitting:
+            return others or fitting
+    return []
+
+
+def _is_kind(form: Form, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a list of turns is of this form's kind, told by its first turn; true for forms without turns."""
+    if "messages" not in FORM_REQUIRED[form.name]:
+        return True
+    column = form.columns["messages"]
+    kinds = (find_kind(record.get(column)) for record in records)
+    # Where no record has a turn to tell by, the column's usual form is taken.
+    usual = "messages" if column == "messages" else "sharegpt"
+    return next((kind for kind in kinds if kind), usual) == form.name
+
+
+def parse_row(value: Any, form: Form) -> Conversation | Fault:
+    """Return the row that a decoded record stands for, or what is wrong with it.
+
+    Prompts and responses must be text that is not blank. Optional columns may be absent, null or blank: all mean none.
     """
     if not isinstance(value, Mapping):
-        return Fault("", f"an object with {', '.join(ALPACA_REQUIRED)} expected, got {_kind(value)}")
-    instruction: Any = value.get("instruction")
-    output: Any = value.get("output")
-    given_input: Any = value.get("input")
-    if given_input is None or (isinstance(given_input, str) and not given_input.strip()):
-        given_input = ""
-    faults = [
-        Fault(field, reason)
-        for field, content, required in (
-            ("instruction", instruction, True),
-            ("input", given_input, False),
-            ("output", output, True),
-        )
-        if (reason := _text_fault(value, field, content, required))
-    ]
+        return Fault("", f"an object with {', '.join(form.required)} expected, got {kind_of(value)}")
+    return _PARSERS[form.name](value, form)
+
+
+def _parse_pair(record: Mapping[str, Any], form: Form) -> Conversation | Fault:
+    """Return a row with a question and its answer, in alpaca's or in other columns."""
+    required = FORM_REQUIRED[form.name]
+    texts: dict[str, str] = {}
+    faults: list[Fault] = []
+    for part, column in form.columns.items():
+        content: Any = record.get(column)
+        if part not in required and (content is None or content == "" or part == "tools"):
+            continue
+        if reason := text_fault(column, content, part in required, column in record):
+            faults.append(Fault(column, reason))
+        elif part in required or not content.isspace():
+            texts[part] = content
     if faults:
         return Fault(", ".join(fault.field for fault in faults), "; ".join(fault.reason for fault in faults))
-    return AlpacaRow(instruction, given_input, output)
+    return pair(texts["prompt"], texts["response"], texts.get("input", ""), texts.get("system", ""))
 
 
-def _text_fault(record: Mapping[str, Any], field: str, content: Any, required: bool) -> str:
-    """Return what is wrong with one field, or an empty string."""
-    if not isinstance(content, str):
-        if content is None:
-            return f"{field} is null" if field in record else f"{field} is missing"
-        return f"{field} is {_kind(content)}, text expected"
-    if required and not content.strip():
-        return f"{field} is blank" if content else f"{field} is empty"
-    if not content.isascii():
-        try:
-            content.encode("utf-8")
-        except UnicodeEncodeError as error:
-            return f"{field} has a lone surrogate or bytes that are not UTF-8 (character {error.start + 1})"
-    return ""
+def _parse_prompt_completion(record: Mapping[str, Any], form: Form) -> Conversation | Fault:
+    """Return a row with a prompt and a completion, each a text or a list of messages; the completion is trained."""
+    columns = form.columns
+    given = {part: record.get(columns[part]) for part in ("prompt", "response")}
+    if not (record.get(columns["tools"]) or any(isinstance(value, list | tuple) for value in given.values())):
+        return _parse_pair(record, form)
+    roles = {"prompt": "user", "response": "assistant"}
+    try:
+        turns: dict[str, tuple[Message, ...]] = {}
+        for part, value in given.items():
+            listed = [{"role": roles[part], "content": value}] if isinstance(value, str) else value
+            turns[part] = read_messages(listed, "messages", columns[part])
+        known = tuple(message._replace(is_trained=False) for message in turns["prompt"])
+        check_order((*known, *turns["response"]), columns["response"])
+        return Conversation((*known, *turns["response"]), read_tools(record.get(columns["tools"])))
+    except Wrong as wrong:
+        return Fault(", ".join(columns[part] for part in ("prompt", "response")), str(wrong))
 
 
-def _kind(value: Any) -> str:
-    """Return the JSON kind of a value, with the value where it is short."""
+def _parse_turns(record: Mapping[str, Any], form: Form) -> Conversation | Fault:
+    column = form.columns["messages"]
+    value = record.get(column)
     if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f"the text {value[:_SHOWN_CHARS]!r}"
-    if isinstance(value, int | float):
-        return f"the number {str(value)[:_SHOWN_CHARS]}"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        return Fault(column, text_fault(column, None, is_given=column in record))
+    system = record.get(form.columns["system"])
+    if system is not None and (reason := text_fault(form.columns["system"], system, required=False)):
+        return Fault(form.columns["system"], reason)
+    try:
+        tools = record.get(form.columns["tools"])
+        return read_conversation(value, form.name, column, tools, system if system and system.strip() else "")
+    except Wrong as wrong:
+        return Fault(column, str(wrong))
 
 
-def find_wrong_columns(columns: Iterable[str], file: str) -> Problem | None:
-    """Return the problem of a file whose rows never have a required column, given every column that was seen."""
-    found = [str(column) for column in columns]
-    missing = [name for name in ALPACA_REQUIRED if name not in found]
-    if not missing:
-        return None
-    expected = f"{', '.join(ALPACA_REQUIRED)} and, if wanted, {', '.join(ALPACA_OPTIONAL)}"
-    message = f"columns {', '.join(found[:20]) or '(none)'} found; an alpaca row has {expected}"
-    renamed = [(near, name) for name in (*missing, *_absent_optional(found)) if (near := _nearest(name, found))]
-    if renamed:
-        fix = "Rename " + ", ".join(f"{near} to {name}" for near, name in renamed)
-    else:
-        fix = f"Write the rows with {' and '.join(ALPACA_REQUIRED)}"
-    return Problem(message, fix, where=file, key="data.format")
+def _parse_text(record: Mapping[str, Any], form: Form) -> Conversation | Fault:
+    column = form.columns["text"]
+    reason = text_fault(column, record.get(column), is_given=column in record)
+    return Fault(column, reason) if reason else Conversation((Message("text", record[column]),))
 
 
-def _absent_optional(found: list[str]) -> list[str]:
-    return [name for name in ALPACA_OPTIONAL if name not in found]
-
-
-def _nearest(name: str, found: list[str]) -> str | None:
-    """Return the column that most likely was meant by `name`: by spelling first, then by a known other name."""
-    known_names = (*ALPACA_REQUIRED, *ALPACA_OPTIONAL)
-    candidates = {column.strip().lower(): column for column in found if column not in known_names}
-    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
-    known = [other for other in _OTHER_NAMES[name] if other in candidates]
-    return candidates[(near or known)[0]] if near or known else None
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any], Form], Conversation | Fault]] = {
+    "alpaca": _parse_pair,
+    "messages": _parse_turns,
+    "sharegpt": _parse_turns,
+    "prompt_completion": _parse_prompt_completion,
+    "text": _parse_text,
+}

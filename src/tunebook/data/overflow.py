@@ -18,6 +18,8 @@ _SHOWN_ROWS = 5
 class Truncation:
     """What one max_length does to all usable rows under the recipe's `on_overflow`; it has the same counts as a run.
 
+    Rows are those that a run trains on: copies and the parts of a split conversation count one by one.
+
     `num_truncated_rows` are kept with a cut response, `num_dropped_rows` are left out, and `response_tokens_lost` are
     the labels of both that are gone. Under `error` the counts are those that `truncate` would give.
     """
@@ -39,7 +41,7 @@ class Overflow:
 
         self.max_length = max_length
         self.longest_row = 0
-        self.num_longer_rows = 0
+        self.num_longer_rows = 0  # of the source
         self.first_longer_rows: list[tuple[int, int]] = []  # ordinal and tokens
         self._policy = policy
         self._limits = np.array(sorted({*_POWERS, max_length}), np.int64)
@@ -48,8 +50,11 @@ class Overflow:
     def kept_lengths(self, lengths: Any, positions: Any, row_of: Any, ordinals: Any) -> Any:
         """Count rows and return how many tokens of each are kept, 0 for a row that is dropped, as an int64 array.
 
+        A row that is cut ends with the last label that is left: in a conversation that may be before the limit.
+
         `lengths` are the rows' tokens before any cut. `positions` are those of all labels that count, each within its
-        row (from 0), and `row_of` says by index whose they are, in the order of the rows. `ordinals` name the rows.
+        row (from 0), and `row_of` says by index whose they are, in the order of the rows. `ordinals` name the rows:
+        ascending, equal for the copies and parts of one row of the source, which come in one call.
         """
         import numpy as np
 
@@ -58,15 +63,26 @@ class Overflow:
         np.minimum.at(first_labels, row_of, positions)
         self._count(lengths, positions, num_labels, first_labels)
         self.longest_row = max(self.longest_row, int(lengths.max(initial=0)))
-        longer = np.flatnonzero(lengths > self.max_length)
-        self.num_longer_rows += len(longer)
-        for row in longer[: max(0, _SHOWN_ROWS - len(self.first_longer_rows))]:
-            self.first_longer_rows.append((int(ordinals[row]), int(lengths[row])))
-        kept = np.minimum(lengths, self.max_length)
+        is_longer = lengths > self.max_length
+        self._note_longer(lengths[is_longer], np.asarray(ordinals)[is_longer])
+        is_left = positions < self.max_length
+        label_ends = np.zeros_like(lengths)
+        np.maximum.at(label_ends, row_of[is_left], positions[is_left] + 1)
+        kept = np.where(is_longer, label_ends, lengths)
         is_dropped = first_labels >= kept
         if self._policy == "drop":
-            is_dropped |= lengths > self.max_length
+            is_dropped |= is_longer
         return np.where(is_dropped, 0, kept)
+
+    def _note_longer(self, lengths: Any, ordinals: Any) -> None:
+        """Count the rows of the source that are longer, copies and parts as one, and remember the first of them."""
+        import numpy as np
+
+        distinct, starts = np.unique(ordinals, return_index=True)
+        self.num_longer_rows += len(distinct)
+        if num_missing := min(len(distinct), _SHOWN_ROWS - len(self.first_longer_rows)):
+            longest = np.maximum.reduceat(lengths, starts)
+            self.first_longer_rows += zip(distinct[:num_missing].tolist(), longest[:num_missing].tolist(), strict=True)
 
     def _count(self, lengths: Any, positions: Any, num_labels: Any, first_labels: Any) -> None:
         import numpy as np

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.data.cache import cache_root, digest_of, load_or_make
+from tunebook.data.chat_prompts import build_prompts
 from tunebook.data.making import SlowProgress
 from tunebook.data.overflow import Truncation, check_truncated_fraction, truncation_notes
-from tunebook.data.prompts import Prompts, build_prompts
-from tunebook.data.rows import BadRow, Scan, Source, check_bad_fraction, open_source, read_quarantine
+from tunebook.data.prompts import Prompts
+from tunebook.data.quarantine import BadRow, check_bad_fraction, read_quarantine
+from tunebook.data.sources import Source, open_source
 from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE
 from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
 from tunebook.recipe.schema import Recipe
 
 # Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
-_VERSION = 2
+_VERSION = 3
 _BAD_ROWS_IN_MEMORY = 1000
 
 
@@ -39,12 +41,17 @@ class PreparedData:
 
     `train` and `evaluation` are memory-mapped `datasets.Dataset`s with the columns input_ids and labels (lists of
     int32; -100 where a label doesn't count) and length (tokens); `evaluation` is None without validation rows.
-    Train, eval, dropped and bad rows together are `num_rows`. `num_truncated_rows` were kept with a cut response,
-    `num_dropped_rows` had no response token left or, under `data.on_overflow: drop`, were longer than allowed;
-    `response_tokens_lost` counts both, `longest_row` is in tokens before the cut, and `truncation_table` says what
-    other limits would do. `trained_tokens` are the labels that count in one pass over `train`. `data_fingerprint` is
-    the sha256 of the source's content. `quarantined` holds the first bad rows, `write_quarantine` writes them all.
-    `template` and `notes` are for the user to read.
+    Train, eval, dropped and bad rows together are `num_rows`, where no row is drawn, repeated, a duplicate or split.
+    `num_truncated_rows` were kept with a cut response, `num_dropped_rows` had no response token left or, under
+    `data.on_overflow: drop`, were longer than allowed; `response_tokens_lost` counts both, `longest_row` is in tokens
+    before the cut, and `truncation_table` says what other limits would do. `trained_tokens` are the labels that count
+    in one pass over `train`. `data_fingerprint` is the sha256 of the source's content. `quarantined` holds the first
+    bad rows, `write_quarantine` writes them all. `template` and `notes` are for the user to read, and so are `forms`,
+    the forms of the rows that were found.
+
+    Besides: `num_duplicate_rows` were like an earlier row, `num_unused_rows` were left out by the sources' weights,
+    `num_repeated_rows` were added by them, `num_split_rows` where a conversation had to become several rows. Copies
+    and parts count one by one wherever rows are cut, dropped, trained or held out.
     """
 
     train: Any
@@ -67,6 +74,11 @@ class PreparedData:
     folder: Path
     source_names: tuple[str, ...]
     truncation_table: tuple[Truncation, ...]
+    forms: tuple[str, ...] = ()
+    num_duplicate_rows: int = 0
+    num_unused_rows: int = 0
+    num_repeated_rows: int = 0
+    num_split_rows: int = 0
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, report_progress: Progress | None = None) -> PreparedData:
@@ -86,12 +98,12 @@ def prepare_data(recipe: Recipe, tokenizer: Any, report_progress: Progress | Non
     manifest = load_or_make(folder, Preparation(recipe, source, fingerprint, prompts, tokenizer, report).make)
     counts = manifest["counts"]
     # Again for data that is in the cache already, where a recipe with another limit may have put it.
-    scan = Scan(counts["num_rows"], counts["num_bad_rows"])
-    check_bad_fraction(scan, read_quarantine(folder / QUARANTINE_FILE, source.names), data.max_bad_fraction)
-    num_usable_rows = counts["num_rows"] - counts["num_bad_rows"]
-    prepared = _load_prepared(folder, manifest, source, prompts, fingerprint)
-    check_truncated_fraction(prepared.truncation_table, num_usable_rows, data)
-    notes = truncation_notes(prepared.truncation_table, num_usable_rows, data.max_length)
+    bad_rows = read_quarantine(folder / QUARANTINE_FILE, source.names)
+    check_bad_fraction(counts["num_rows"], counts["num_bad_rows"], bad_rows, data.max_bad_fraction)
+    prepared = _load_prepared(folder, manifest, source, fingerprint)
+    num_labelled = prepared.num_train_rows + prepared.num_eval_rows + prepared.num_dropped_rows
+    check_truncated_fraction(prepared.truncation_table, num_labelled, data)
+    notes = truncation_notes(prepared.truncation_table, num_labelled, data.max_length)
     return replace(prepared, notes=(*prepared.notes, *notes))
 
 
@@ -123,7 +135,9 @@ def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: st
             "template": [prompts.name, prompts.source],
             "leading_ids": prompts.leading_ids,
             "stop_token_id": prompts.stop_token_id,
-            "format": data.format,
+            "format": [data.format, data.columns],
+            "train_on": data.train_on,
+            "deduplicate": data.deduplicate,
             "max_length": data.max_length,
             "on_overflow": data.on_overflow,
             "validation": data.validation,
@@ -133,9 +147,7 @@ def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: st
     )
 
 
-def _load_prepared(
-    folder: Path, manifest: Mapping[str, Any], source: Source, prompts: Prompts, fingerprint: str
-) -> PreparedData:
+def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fingerprint: str) -> PreparedData:
     from datasets import Dataset
 
     counts = manifest["counts"]
@@ -147,8 +159,9 @@ def _load_prepared(
         examples=tuple(HeldOutExample(row["prompt"], tuple(row["prompt_ids"]), row["answer"]) for row in examples),
         **counts,
         data_fingerprint=fingerprint,
-        stop_token_id=prompts.stop_token_id,
-        template=prompts.name,
+        stop_token_id=manifest["stop_token_id"],
+        template=manifest["template"],
+        forms=tuple(manifest["forms"]),
         quarantined=tuple(islice(read_quarantine(folder / QUARANTINE_FILE, source.names), _BAD_ROWS_IN_MEMORY)),
         notes=source.notes,
         folder=folder,

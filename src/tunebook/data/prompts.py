@@ -1,4 +1,4 @@
-"""From a row to text: the prompt that the model sees at generation, and the response it is to give.
+"""From a row to text: the prompts that the model sees at generation, and the responses it is to give.
 
 The border between the two is a position in the rendered text, found by rendering the prompt alone the way generation
 does, never by searching for a marker. The token that ends the turn is kept apart from the text and added as an id.
@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tunebook.data.formats import AlpacaRow
-from tunebook.data.turn_shape import TurnShape, find_turn_shape
+from tunebook.data.conversation import Conversation, Fault, TrainOn, pair
 from tunebook.errors import Problem, Refused
 
 # The wording is part of the form: models tuned on Alpaca data know exactly this text (Stanford Alpaca, 2023).
@@ -24,19 +23,24 @@ _WITHOUT_INPUT = (
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 # Words that no template treats specially, to see what a template puts around them.
-PROBE = AlpacaRow("tunebook probe question", "", "tunebook probe answer")
+PROBE = pair("tunebook probe question", "tunebook probe answer")
 
 
 class Turn(NamedTuple):
-    """A rendered row: `response` is the text up to the token that ends the turn, which is not part of it.
+    """A response and all that stands before it, rendered; the token that ends the turn is not part of the response.
 
     `marked` says that the row's own text holds control tokens of the tokenizer, which transformers'
-    `mark_control_tokens` has marked so that they are encoded as the plain text they are.
+    `mark_control_tokens` has marked so that they are encoded as the plain text they are. `is_text` is a plain text,
+    which has no prompt and whose tokens count as they are written.
     """
 
     prompt: str
     response: str
     marked: bool = False
+    is_text: bool = False
+
+
+Rendered = list[Turn] | Fault
 
 
 class Prompts(Protocol):
@@ -58,24 +62,8 @@ class Prompts(Protocol):
     def leading_ids(self) -> list[int]:
         """Ids before the prompt's text that the text doesn't hold itself, such as a BOS that the tokenizer adds."""
 
-    def render(self, rows: Sequence[AlpacaRow]) -> list[Turn]:
-        """Return the rows as turns, in order."""
-
-
-def build_prompts(tokenizer: Any, template: str) -> Prompts:
-    """Return the way to prompt this model: its chat template, or the Alpaca text where it has none or is told to.
-
-    `template` is `data.template` ("auto" or "alpaca"). Raises `Refused` where the chat template can't be trained with,
-    or no token ends a turn.
-    """
-    if template == "auto" and tokenizer.chat_template is not None:
-        return ChatPrompts(tokenizer)
-    return AlpacaPrompts(tokenizer)
-
-
-def find_stop_token(tokenizer: Any, template: str) -> int:
-    """Return the id of the token that ends a turn under `data.template`, the one that generation has to stop at."""
-    return build_prompts(tokenizer, template).stop_token_id
+    def render(self, rows: Sequence[Conversation], train_on: TrainOn = "responses") -> list[Rendered]:
+        """Return for each row its trained turns in order, or why it can't be shown to the model."""
 
 
 class AlpacaPrompts:
@@ -85,125 +73,39 @@ class AlpacaPrompts:
     source = _WITH_INPUT + _WITHOUT_INPUT
 
     def __init__(self, tokenizer: Any) -> None:
-        self.stop_token_id = _eos_token_id(tokenizer)
-        self.leading_ids = _ids_added_in_front(tokenizer)
-        self._control_tokens = _any_of(_control_tokens(tokenizer, self.source))
+        self.stop_token_id = eos_token_id(tokenizer)
+        self.leading_ids = ids_added_in_front(tokenizer)
+        self._control_tokens = any_of(control_tokens(tokenizer, self.source))
 
-    def render(self, rows: Sequence[AlpacaRow]) -> list[Turn]:
-        """Return the rows as turns, in order."""
-        turns = []
-        for row in rows:
-            fields, marked = _mark(row, self._control_tokens)
-            text = _WITH_INPUT if fields.input else _WITHOUT_INPUT
-            prompt = text.format(instruction=fields.instruction, input=fields.input)
-            turns.append(Turn(prompt, fields.output, marked))
-        return turns
+    def render(self, rows: Sequence[Conversation], train_on: TrainOn = "responses") -> list[Rendered]:
+        """Return each row as its one turn; a row that is more than a question and an answer is a fault."""
+        return [self._render_row(row) for row in rows]
 
-
-class ChatPrompts:
-    """The chat template of the model: the row is a user's message and the assistant's answer.
-
-    What the template puts around the answer is learnt from one probe row and has to hold for every other: the text
-    after it up to the first added token belongs to the response, that token ends the turn, and the rest is cut.
-    """
-
-    name = "chat template of the model"
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.leading_ids: list[int] = []  # a chat template writes its own BOS, and generation adds none to it
-        try:
-            self.source: str = tokenizer.get_chat_template()
-        except ValueError as error:  # several named templates and no default
-            raise Refused(_template_problem(str(error).splitlines()[0])) from error
-        self._control_tokens = _any_of(_control_tokens(tokenizer, self.source))
-        ((prompt, full),) = self._render_texts([PROBE])
-        before, answer, self._tail = _response_text(prompt, full).partition(PROBE.output)
-        for is_shown, what in ((PROBE.question in prompt, "user's message"), (answer, "assistant's answer")):
-            if not is_shown:
-                raise Refused(_template_problem(f"it does not show the {what}"))
-        self._kept_tail, self.stop_token_id = _find_turn_end(tokenizer, self._tail)
-        self._shape = find_turn_shape(tokenizer, self.source)
-        if self._shape and self._join(self._shape, PROBE) != (prompt, before + answer):
-            self._shape = None
-
-    def render(self, rows: Sequence[AlpacaRow]) -> list[Turn]:
-        """Return the rows as turns, in order. Raises `Refused` where the template treats a row unlike the others."""
-        fields, marked = zip(*(_mark(row, self._control_tokens) for row in rows), strict=True)
-        shape = self._shape
-        texts = [self._join(shape, row) for row in fields] if shape else self._split_rendered(fields)
-        return [
-            Turn(prompt, response + self._kept_tail, is_marked)
-            for (prompt, response), is_marked in zip(texts, marked, strict=True)
-        ]
-
-    def _join(self, shape: TurnShape, row: AlpacaRow) -> tuple[str, str]:
-        """Return prompt and response of a row by a shape that holds for every row, the response without its tail."""
-        return f"{shape.before}{row.question}{shape.between}", f"{shape.lead}{row.output}"
-
-    def _split_rendered(self, rows: Sequence[AlpacaRow]) -> list[tuple[str, str]]:
-        """Return prompt and response of each row as the template renders them, the response without its tail."""
-        texts = []
-        for (prompt, full), row in zip(self._render_texts(rows), rows, strict=True):
-            response = _response_text(prompt, full)
-            if not response.endswith(self._tail):
-                raise Refused(_template_problem(f"it ends the turn in another way for {_quote(row)}"))
-            texts.append((prompt, response[: len(response) - len(self._tail)]))
-        return texts
-
-    def _render_texts(self, rows: Sequence[AlpacaRow]) -> list[tuple[str, str]]:
-        """Return for each row the prompt as generation renders it, and the whole conversation."""
-        questions = [[{"role": "user", "content": row.question}] for row in rows]
-        whole = [
-            [*question, {"role": "assistant", "content": row.output}]
-            for question, row in zip(questions, rows, strict=True)
-        ]
-        render = self._tokenizer.apply_chat_template
-        try:
-            prompts = render(questions, tokenize=False, add_generation_prompt=True)
-            return list(zip(prompts, render(whole, tokenize=False), strict=True))
-        except Exception as error:  # a template is a program from elsewhere and may raise anything
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise Refused(_template_problem(f"it fails on a user's message and an answer: {reason}")) from error
+    def _render_row(self, row: Conversation) -> Rendered:
+        if row.is_plain_text:
+            return [text_turn(row)]
+        if not row.is_plain_pair:
+            return Fault("", f"the Alpaca text has one question and one answer; this row has {_described(row)}")
+        fields, marked = _marked(row, self._control_tokens)
+        user, assistant = fields.messages
+        text = _WITH_INPUT if user.input else _WITHOUT_INPUT
+        return [Turn(text.format(instruction=user.content, input=user.input), assistant.content, marked)]
 
 
-def _response_text(prompt: str, full: str) -> str:
-    """Return what the whole conversation has beyond the generation prompt.
-
-    Some templates end the prompt with a blank that the conversation doesn't have: the blank stays in the prompt, as at
-    generation. Raises `Refused` where the conversation goes on in any other way than the prompt begins it.
-    """
-    if full.startswith(prompt):
-        return full[len(prompt) :]
-    pairs = enumerate(zip(prompt, full, strict=False))
-    common = next((index for index, (left, right) in pairs if left != right), len(full))
-    rest = prompt[common:]
-    if rest.isspace():
-        return full[common:]
-    raise Refused(_template_problem(f"its generation prompt goes on with {rest[:40]!r}, which no answer follows"))
+def text_turn(row: Conversation) -> Turn:
+    """Return a plain text as a turn without a prompt."""
+    return Turn("", row.messages[0].content, is_text=True)
 
 
-def _find_turn_end(tokenizer: Any, tail: str) -> tuple[str, int]:
-    """Return the text between an answer and the token that ends the turn, and the id of that token.
-
-    It is the first added token that the template writes after the answer (ChatML: <|im_end|>). A template without one
-    gets the eos token.
-    """
-    added = _any_of(token.content for token in tokenizer.added_tokens_decoder.values())
-    found = added.search(tail)
-    if found:
-        return tail[: found.start()], int(tokenizer.convert_tokens_to_ids(found.group()))
-    return tail.rstrip(), _eos_token_id(tokenizer)
-
-
-def _eos_token_id(tokenizer: Any) -> int:
+def eos_token_id(tokenizer: Any) -> int:
+    """Return the id of the eos token. Raises `Refused` where there is none."""
     if tokenizer.eos_token_id is None:
         message = "no token ends a turn: the tokenizer has no eos token and its chat template writes none"
         raise Refused(Problem(message, "Set eos_token in tokenizer_config.json", key="model.name_or_path"))
     return int(tokenizer.eos_token_id)
 
 
-def _ids_added_in_front(tokenizer: Any) -> list[int]:
+def ids_added_in_front(tokenizer: Any) -> list[int]:
     """Return the ids that the tokenizer itself puts before a text, usually the BOS or nothing."""
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
@@ -211,7 +113,7 @@ def _ids_added_in_front(tokenizer: Any) -> list[int]:
     return list(whole[: next(starts, 0)])
 
 
-def _control_tokens(tokenizer: Any, template: str) -> list[str]:
+def control_tokens(tokenizer: Any, template: str) -> list[str]:
     """Return the added tokens that mean something to the template: special ones, and those that its text names.
 
     Tokens of blanks only (Gemma's line ends) are ordinary text. transformers' `sanitize_control_tokens` has this rule.
@@ -222,25 +124,67 @@ def _control_tokens(tokenizer: Any, template: str) -> list[str]:
     ]
 
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the added tokens that are special: those that no answer may hold as tokens."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern for any of the tokens, the longest first; it never matches where there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _mark(row: AlpacaRow, control_tokens: re.Pattern[str]) -> tuple[AlpacaRow, bool]:
-    """Return the row with its control tokens marked, and whether there were any."""
-    if not any(control_tokens.search(text) for text in row):
-        return row, False
+def mark_row(row: Conversation, asked: re.Pattern[str], answered: re.Pattern[str]) -> tuple[Conversation, bool]:
+    """Return the row with its control tokens marked, and whether there were any.
+
+    `answered` are those of the assistant's turns, `asked` those of everything else. An answer may hold tokens that are
+    not special, since the model writes them itself: those around its thoughts or its tool calls.
+    """
+    if not (row.tools and _holds(row.tools, asked)):
+        for message in row.messages:
+            tokens = answered if message.role == "assistant" else asked
+            if tokens.search(message.content) or (message.input and tokens.search(message.input)):
+                break
+            if message.more and _holds(message.more, tokens):
+                break
+        else:
+            return row, False
+    messages = []
+    for message in row.messages:
+        tokens = answered if message.role == "assistant" else asked
+        content, given, more = (_mark(value, tokens) for value in (message.content, message.input, message.more))
+        messages.append(message._replace(content=content, input=given, more=more))
+    return Conversation(tuple(messages), tuple(_mark(row.tools, asked))), True
+
+
+def _mark(value: Any, tokens: re.Pattern[str]) -> Any:
+    """Return a nested value with the tokens in all of its texts marked, in keys as well, which transformers leaves."""
     from transformers.utils.chat_template_utils import mark_control_tokens
 
-    return AlpacaRow(*(mark_control_tokens(text, control_tokens) for text in row)), True
+    if isinstance(value, dict):
+        return {mark_control_tokens(key, tokens): _mark(inner, tokens) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mark(inner, tokens) for inner in value]
+    return mark_control_tokens(value, tokens)
 
 
-def _quote(row: AlpacaRow) -> str:
-    return f"the row that begins {row.instruction[:60]!r}"
+def _holds(value: Any, tokens: re.Pattern[str]) -> bool:
+    """Whether a nested value has one of the tokens in a text or a key."""
+    if isinstance(value, str):
+        return bool(tokens.search(value))
+    inner: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, dict):
+        inner = [*value, *value.values()]
+    return any(_holds(one, tokens) for one in inner)
 
 
-def _template_problem(reason: str) -> Problem:
-    message = f"the model's chat template can't be trained with: {reason}"
-    return Problem(message, "Set data.template: alpaca, or mend the template", key="data.template")
+def _marked(row: Conversation, tokens: re.Pattern[str]) -> tuple[Conversation, bool]:
+    return mark_row(row, tokens, tokens)
+
+
+def _described(row: Conversation) -> str:
+    if row.tools or any(message.more for message in row.messages):
+        return "tools"
+    roles = [message.role for message in row.messages]
+    return "a system turn" if "system" in roles else f"{len(roles)} turns"

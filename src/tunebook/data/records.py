@@ -1,58 +1,50 @@
-"""Records of json, jsonl and parquet files, one at a time, each with its number in the file."""
+"""Records of data files, one at a time, each with its number in the file; json and jsonl are read here."""
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn, TextIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
+from tunebook.data.record import Record, Unreadable, Wanted
+from tunebook.data.tables import open_bytes, read_arrow_records, read_csv_records
 from tunebook.errors import Problem, Refused
+from tunebook.places import data_suffix
 
-Unit = Literal["line", "row"]
 # Enough for a batch of long rows and small against everything else in the process.
 _CHUNK_CHARS = 1 << 20
-_PARQUET_BATCH_ROWS = 1000
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """Stands in the place of a record that could not be read, with the reason."""
+def read_records(path: Path, wanted: Wanted) -> Iterator[Record]:
+    """Yield the records of one file, holding one line, one row or one Arrow batch in memory at a time.
 
-    reason: str
-
-
-@dataclass(frozen=True)
-class Record:
-    """One record: `value` is what JSON or parquet holds there, or `Unreadable`; `number` counts from 1.
-
-    `unit` says what `number` counts: physical lines (blank ones too), or the rows of an array or a parquet file.
+    A line that is not JSON, not UTF-8 or without as many fields as the header comes out as `Unreadable`. Of a parquet
+    or arrow file the columns that `wanted` chooses from all are read. Raises `Refused` where the file is damaged in a
+    way that leaves no rows to tell apart.
     """
+    suffix = data_suffix(path)
+    if suffix in (".parquet", ".arrow"):
+        yield from read_arrow_records(path, wanted)
+    elif suffix.startswith(".csv"):
+        with open_bytes(path) as file:
+            yield from read_csv_records(path, file)
+    else:
+        yield from _read_json(path, suffix)
 
-    number: int
-    unit: Unit
-    value: Any
 
-
-def read_records(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the records of one file, holding one line, one row or one parquet batch in memory at a time.
-
-    A line that is not JSON or not UTF-8 comes out as `Unreadable`. A parquet file that has the `required` columns
-    yields these and the `optional` ones, any other file all that it has. Raises `Refused` where the file is damaged in
-    a way that leaves no rows to tell apart.
-    """
-    if path.suffix.lower() == ".parquet":
-        yield from _read_parquet(path, required, optional)
-        return
-    with path.open("rb") as file:
-        is_array = path.suffix.lower() == ".json" and _is_array(path, file)
-        file.seek(0)
+def _read_json(path: Path, suffix: str) -> Iterator[Record]:
+    is_array = False
+    if suffix.startswith(".json") and not suffix.startswith(".jsonl"):
+        with open_bytes(path) as file:
+            is_array = _is_array(path, file)
+    with open_bytes(path) as file:
         if not is_array:
             yield from _read_lines(file)
             return
-    # Bytes that are not UTF-8 become lone surrogates here, and the check of the row they stand in reports them.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
-        yield from _ArrayReader(path, text).records()
+        # Bytes that are not UTF-8 become lone surrogates here, and the check of the row they stand in reports them.
+        with TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+            yield from _ArrayReader(path, text).records()
 
 
 def _read_lines(file: BinaryIO) -> Iterator[Record]:
@@ -169,44 +161,3 @@ class _ArrayReader:
     def _refuse(self, reason: str, position: int) -> NoReturn:
         line = self.lines_before + self.buffer.count("\n", 0, position) + 1
         raise Refused(Problem(f"not JSON: {reason}", "Repair the array", where=f"{self.path}:{line}"))
-
-
-def needed_columns(names: Sequence[str], required: Sequence[str], optional: Sequence[str]) -> list[str] | None:
-    """Return which of the columns `names` to read; None for all, where a required one is missing."""
-    if any(name not in names for name in required):
-        return None
-    return [name for name in (*required, *optional) if name in names]
-
-
-def _read_parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[Record]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = needed_columns(file.schema_arrow.names, required, optional)
-            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns)
-            yield from records_of_batches(batches)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise Refused(Problem(f"not a readable parquet file: {reason}", "Write it again", where=str(path))) from error
-
-
-def records_of_batches(batches: Iterable[Any]) -> Iterator[Record]:
-    """Yield the rows of Arrow record batches or tables as `Record`s numbered from 1."""
-    number = 0
-    for batch in batches:
-        try:
-            values = batch.to_pylist()
-        except UnicodeDecodeError:
-            values = [_row_value(batch, row) for row in range(batch.num_rows)]
-        for value in values:
-            number += 1
-            yield Record(number, "row", value)
-
-
-def _row_value(batch: Any, row: int) -> Any:
-    try:
-        return batch.slice(row, 1).to_pylist()[0]
-    except UnicodeDecodeError:
-        return Unreadable("not UTF-8")

@@ -1,231 +1,217 @@
-"""The rows behind `data.path`: opened, read one by one, and all checked before anything is made of them."""
+"""The rows of a source, read one by one: all checked before anything is made of them, then those that are trained."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from tunebook.data.formats import (
-    ALPACA_OPTIONAL,
-    ALPACA_REQUIRED,
-    AlpacaRow,
-    Fault,
-    find_wrong_columns,
-    parse_alpaca,
-)
-from tunebook.data.records import Record, Unit, Unreadable, read_records
+from tunebook.data.columns import ambiguous_form, wrong_columns
+from tunebook.data.conversation import Conversation, Fault
+from tunebook.data.drawing import Draw
+from tunebook.data.formats import Form, find_forms, parse_row, possible_forms
+from tunebook.data.garbage import garbage_search_paused
+from tunebook.data.quarantine import check_bad_fraction, read_quarantine, write_bad_row
+from tunebook.data.record import Record, Unit, Unreadable
+from tunebook.data.sources import Source, no_rows, source_title
 from tunebook.errors import Problem, Refused
-from tunebook.places import check_data_path, is_local_data, list_data_files
-from tunebook.recipe.schema import DataSection
+from tunebook.recipe.schema import DataSection, DataSource
 
 # A column that none of so many rows has is missing from the file, not from a row.
 _ROWS_THAT_SHOW_COLUMNS = 100
-_SHOWN_BAD_ROWS = 5
 
 
-class Source(Protocol):
-    """Rows in a fixed order, in one or more parts (files, or one split of a Hub data set)."""
+class PlacedRow(NamedTuple):
+    """A usable row and where it stands; `number` counts lines or rows of the part from 1."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parts as the user knows them."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the user should know about the place, one line each."""
-
-    def records(self, part: int) -> Iterator[Record]:
-        """Yield the records of one part in order; the same ones each time."""
-
-    def content_digest(self) -> str:
-        """Return the sha256 of the content of all parts in order, without their names."""
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that is kept out, where it stands (`number` counts lines or rows from 1) and why."""
-
-    file: str
+    row: Conversation
+    part: int
     number: int
     unit: Unit
-    field: str
-    reason: str
-
-    @property
-    def where(self) -> str:
-        """The place: `data.jsonl:3`, or `data.parquet row 3` where a file has no lines to count."""
-        return f"{self.file}:{self.number}" if self.unit == "line" else f"{self.file} row {self.number}"
 
 
-@dataclass(frozen=True)
-class FileSource:
-    """Local data files in the order they are read."""
+class UsedRow(NamedTuple):
+    """A row that is trained: its place among those, from 0, and how often it counts."""
 
-    files: tuple[Path, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The files' paths as the recipe has them."""
-        return tuple(str(file) for file in self.files)
-
-    def records(self, part: int) -> Iterator[Record]:
-        """Yield the records of one file."""
-        return read_records(self.files[part], ALPACA_REQUIRED, ALPACA_OPTIONAL)
-
-    def content_digest(self) -> str:
-        """Return the sha256 of the files' own sha256 in order; the suffix counts, since it says how a file is read."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            with file.open("rb") as content:
-                digest.update(file.suffix.lower().encode() + hashlib.file_digest(content, "sha256").digest())
-        return digest.hexdigest()
+    ordinal: int
+    copies: int
+    placed: PlacedRow
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What one reading of all rows found."""
+    """What one reading of all rows found.
+
+    `num_distinct` holds for each source, by its key in the recipe, the usable rows that are not left out as duplicates;
+    `forms` the forms that were found.
+    """
 
     num_rows: int
     num_bad_rows: int
+    num_duplicate_rows: int = 0
+    num_distinct: tuple[tuple[str, int], ...] = ()
+    forms: tuple[str, ...] = ()
+    num_used_rows: int = 0  # distinct rows that are drawn from the sources
+    num_repeated_rows: int = 0  # copies beyond the first, by weights above 1
+
+    @property
+    def num_unused_rows(self) -> int:
+        """Usable rows that their source's weight or number leaves out."""
+        return self.num_rows - self.num_bad_rows - self.num_duplicate_rows - self.num_used_rows
 
 
-def open_source(data: DataSection) -> Source:
-    """Return the rows that `data.path` names. Raises `Refused` with every problem of the path."""
-    problems = check_data_path(data.path)
-    if problems:
-        raise Refused(problems)
-    if is_local_data(data.path):
-        listing = list_data_files(data.path)
-        return FileSource(listing.files, listing.notes)
-    from tunebook.data.hub import load_hub_source
-
-    return load_hub_source(data.path, data.revision, data.split)
-
-
-def read_rows(source: Source, part: int) -> Iterator[AlpacaRow | BadRow]:
-    """Yield one part's rows in order, a `BadRow` in the place of each that is unusable."""
-    for record in source.records(part):
-        yield _row_of(record, source.names[part])
-
-
-def read_good_rows(source: Source) -> Iterator[AlpacaRow]:
-    """Yield the usable rows of all parts in order; their position in this stream is the row's ordinal elsewhere."""
-    for part in range(len(source.names)):
-        for row in read_rows(source, part):
-            if not isinstance(row, BadRow):
-                yield row
-
-
-def find_places(source: Source, ordinals: Sequence[int]) -> list[str]:
-    """Return where the usable rows of these ordinals stand, as `file:line` or `file row n`; ordinals ascend."""
-    places: list[str] = []
-    ordinal = 0
-    for part, name in enumerate(source.names):
-        for record in source.records(part):
-            if len(places) == len(ordinals):
-                return places
-            if isinstance(_row_of(record, name), BadRow):
-                continue
-            if ordinal == ordinals[len(places)]:
-                places.append(BadRow(name, record.number, record.unit, "", "").where)
-            ordinal += 1
-    return places
-
-
-def _row_of(record: Record, file: str) -> AlpacaRow | BadRow:
-    row = Fault("", record.value.reason) if isinstance(record.value, Unreadable) else parse_alpaca(record.value)
-    return BadRow(file, record.number, record.unit, *row) if isinstance(row, Fault) else row
-
-
-def scan_usable(source: Source, quarantine: Path, max_bad_fraction: float) -> Scan:
+def scan_usable(source: Source, quarantine: Path, data: DataSection) -> Scan:
     """Read all rows once, write the bad ones to the file `quarantine`, and refuse what can't be trained on."""
-    with quarantine.open("w", encoding="utf-8") as file:
-        scan = scan_rows(source, file)
-    check_bad_fraction(scan, read_quarantine(quarantine, source.names), max_bad_fraction)
+    with quarantine.open("w", encoding="utf-8") as file, garbage_search_paused():
+        scan = scan_rows(source, file, data.deduplicate)
+    bad_rows = read_quarantine(quarantine, source.names)
+    check_bad_fraction(scan.num_rows, scan.num_bad_rows, bad_rows, data.max_bad_fraction)
     if scan.num_rows == scan.num_bad_rows:
         message = f"none of the {scan.num_rows} rows in {', '.join(source.names)} can be used"
         raise Refused(Problem(message, "Mend the rows", key="data.path"))
-    return scan
+    shares = [_Share(section, num_rows) for section, num_rows in _by_section(source, scan)]
+    used, copies = sum(share.num_used for share in shares), sum(share.num_copies for share in shares)
+    if used == 0:
+        message = f"the weights leave none of the {scan.num_rows} rows"
+        raise Refused(Problem(message, "Raise them", key="data.sources"))
+    return Scan(
+        scan.num_rows, scan.num_bad_rows, scan.num_duplicate_rows, scan.num_distinct, scan.forms, used, copies - used
+    )
 
 
-def scan_rows(source: Source, quarantine: TextIO) -> Scan:
+def scan_rows(source: Source, quarantine: TextIO, deduplicate: bool = False) -> Scan:
     """Read every row once, write each bad one to `quarantine` (a JSON object per line) and return the counts.
 
     Raises `Refused` with a problem for each part that has other columns, is damaged or has no rows at all.
     """
-    num_rows, num_bad_rows = 0, 0
+    num_rows = num_bad_rows = num_duplicate_rows = 0
+    seen = _Seen(deduplicate)
+    distinct = {section.key: 0 for section in source.sections}
+    forms: dict[str, None] = {}
     problems: list[Problem] = []
     for part in range(len(source.names)):
+        before = num_rows
         try:
-            scan = _scan_part(source, part, quarantine)
+            form, records = open_part(source, part)
+            for record in records:
+                num_rows += 1
+                row = _row_of(record, form)
+                if isinstance(row, Fault):
+                    num_bad_rows += 1
+                    write_bad_row(quarantine, part, record.number, record.unit, row)
+                elif seen.again(row):
+                    num_duplicate_rows += 1
+                else:
+                    distinct[source.sections[part].key] += 1
+            if num_rows == before:
+                raise no_rows(source.names[part], source.sections[part].key)
+            forms |= {form.title: None}
         except Refused as refused:
             problems.extend(refused.problems)
-        else:
-            num_rows += scan.num_rows
-            num_bad_rows += scan.num_bad_rows
     if problems:
         raise Refused(problems)
-    return Scan(num_rows, num_bad_rows)
+    return Scan(num_rows, num_bad_rows, num_duplicate_rows, tuple(distinct.items()), tuple(forms))
 
 
-def _scan_part(source: Source, part: int, quarantine: TextIO) -> Scan:
-    name = source.names[part]
-    columns = _SeenColumns(name)
-    num_rows, num_bad_rows = 0, 0
-    for record in source.records(part):
-        columns.add(record.value)
-        num_rows += 1
-        row = _row_of(record, name)
-        if isinstance(row, BadRow):
-            num_bad_rows += 1
-            entry = [part, row.number, row.unit, row.field, row.reason]
-            quarantine.write(json.dumps(entry) + "\n")
-    columns.check()
-    if num_rows == 0:
-        raise Refused(Problem(f"no rows in {name}", "Give a file with rows", key="data.path"))
-    return Scan(num_rows, num_bad_rows)
+def open_part(source: Source, part: int) -> tuple[Form, Iterator[Record]]:
+    """Return the form of a part's rows, told by its first objects, and all of its records."""
+    records = source.records(part)
+    section, name = source.sections[part], source.names[part]
+    first: list[Record] = []
+    shown: list[Mapping[str, Any]] = []
+    for record in records:
+        first.append(record)
+        if isinstance(record.value, Mapping):
+            shown.append(record.value)
+        if len(shown) == _ROWS_THAT_SHOW_COLUMNS:
+            break
+    if not shown:  # every row is bad, whatever its form
+        return possible_forms(section)[0], chain(first, records)
+    forms = find_forms(section, shown)
+    if len(forms) != 1 and isinstance(records, Generator):
+        records.close()  # the error would keep the file open
+    if not forms:
+        raise Refused(wrong_columns(dict.fromkeys(column for row in shown for column in row), name, section))
+    if len(forms) > 1:
+        raise Refused(ambiguous_form(forms, name, section))
+    return forms[0], chain(first, records)
 
 
-class _SeenColumns:
-    """The columns of a part's first objects, to tell a file with other columns from one with bad rows."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.num_objects = 0
-        self.columns: dict[str, None] = {}  # in the order they were seen
-
-    def add(self, value: Any) -> None:
-        if self.num_objects < _ROWS_THAT_SHOW_COLUMNS and isinstance(value, dict):
-            self.num_objects += 1
-            self.columns |= dict.fromkeys(value)
-            if self.num_objects == _ROWS_THAT_SHOW_COLUMNS:
-                self.check()
-
-    def check(self) -> None:
-        problem = find_wrong_columns(self.columns, self.file) if self.num_objects else None
-        if problem:
-            raise Refused(problem)
+def read_good_rows(source: Source) -> Iterator[PlacedRow]:
+    """Yield the usable rows of all parts in order."""
+    for part in range(len(source.names)):
+        form, records = open_part(source, part)
+        for record in records:
+            row = _row_of(record, form)
+            if not isinstance(row, Fault):
+                yield PlacedRow(row, part, record.number, record.unit)
 
 
-def read_quarantine(path: Path, names: tuple[str, ...]) -> Iterator[BadRow]:
-    """Yield the bad rows that `scan_rows` wrote to `path`, with the parts' present `names`."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            part, *rest = json.loads(line)
-            yield BadRow(names[part], *rest)
+def read_used_rows(source: Source, scan: Scan, seed: int, deduplicate: bool = False) -> Iterator[UsedRow]:
+    """Yield the rows that are trained, in order: what the sources' weights and numbers leave of the distinct ones."""
+    seen = _Seen(deduplicate)
+    shares = {section.key: _Share(section, num_rows, seed) for section, num_rows in _by_section(source, scan)}
+    keys = [section.key for section in source.sections]
+    ordinal = 0
+    for placed in read_good_rows(source):
+        if seen.again(placed.row):
+            continue
+        copies = shares[keys[placed.part]].take()
+        if copies:
+            yield UsedRow(ordinal, copies, placed)
+            ordinal += 1
 
 
-def check_bad_fraction(scan: Scan, bad_rows: Iterator[BadRow], max_bad_fraction: float) -> None:
-    """Raise `Refused` where more rows are bad than the recipe allows, naming the first of them and their number."""
-    if scan.num_bad_rows <= max_bad_fraction * scan.num_rows:
-        return
-    shown = list(islice(bad_rows, _SHOWN_BAD_ROWS))
-    listed = "they are listed" if len(shown) == scan.num_bad_rows else f"the first {len(shown)} are listed"
-    share = f"{scan.num_bad_rows} of {scan.num_rows} rows can't be used ({listed}), {max_bad_fraction:g} of them may"
-    fix = "Mend the rows, or allow a larger share to be left out"
-    summary = Problem(share, fix, key="data.max_bad_fraction")
-    raise Refused([summary, *(Problem(row.reason, where=row.where) for row in shown)])
+def _row_of(record: Record, form: Form) -> Conversation | Fault:
+    if isinstance(record.value, Unreadable):
+        return Fault("", record.value.reason)
+    return parse_row(record.value, form)
+
+
+def _by_section(source: Source, scan: Scan) -> list[tuple[DataSource, int]]:
+    sections = {section.key: section for section in source.sections}
+    return [(sections[key], num_rows) for key, num_rows in scan.num_distinct]
+
+
+class _Share:
+    """How often each row of a source is taken: each `weight` times, a fraction of a time meaning some rows once more.
+
+    Raises `Refused` where more rows are asked for than there are.
+    """
+
+    def __init__(self, section: DataSource, num_rows: int, seed: int = 0) -> None:
+        if section.rows is not None and section.rows > num_rows:
+            message = f"{section.rows} rows are asked of {source_title([section], section.key)}, which has {num_rows}"
+            raise Refused(Problem(message, f"Set it to {num_rows} at most, or set weight", key=f"{section.key}.rows"))
+        self._whole = 0 if section.rows is not None else int(section.weight)
+        extra = section.rows if section.rows is not None else round((section.weight - self._whole) * num_rows)
+        self.num_copies = self._whole * num_rows + extra
+        self.num_used = num_rows if self._whole else extra
+        self._draw = Draw(num_rows, extra, f"{seed} {section.key}")
+        self._next = 0
+
+    def take(self) -> int:
+        """Return how often the next row counts."""
+        copies = self._whole + self._draw.draw(self._next)
+        self._next += 1
+        return copies
+
+
+class _Seen:
+    """Remembers rows by their hash, about 100 bytes each; nothing where duplicates are kept."""
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self._digests: set[bytes] = set()
+
+    def again(self, row: Conversation) -> bool:
+        """Return whether this very row came before."""
+        if not self._is_on:
+            return False
+        text = json.dumps(row, sort_keys=True, default=str)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        known = digest in self._digests
+        self._digests.add(digest)
+        return known

@@ -1,11 +1,11 @@
 """The validation split: a share of the rows, drawn with a seed, the same on every machine and process count."""
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tunebook.data.drawing import Draw
 from tunebook.data.labels import IGNORED
 
 TRAIN_FILE = "train.arrow"
@@ -15,7 +15,10 @@ KEPT_COLUMNS = ["input_ids", "labels", "length"]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How to split: `num_held_out` of `num_rows` rows; the first `num_first` of them are returned for comparison."""
+    """How to split: `num_held_out` of `num_rows` rows; the first `num_first` of them are returned for comparison.
+
+    Rows with the same ordinal (the parts of one conversation, copies) count as one and are never separated.
+    """
 
     num_rows: int
     num_held_out: int
@@ -23,39 +26,22 @@ class HeldOut:
     num_first: int
 
 
+class HeldOutIds(NamedTuple):
+    """A held-out row at its last response: the ids before it, and its own."""
+
+    ordinal: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
 @dataclass
 class Splits:
-    """What was written. `first_held_out` holds ordinal and prompt ids of the first held-out rows in file order."""
+    """What was written. `first_held_out` holds the first held-out rows in file order that have a prompt."""
 
     num_train_rows: int = 0
     num_eval_rows: int = 0
     trained_tokens: int = 0  # labels that count in the training rows
-    first_held_out: list[tuple[int, list[int]]] = field(default_factory=list)
-
-
-class _Draw:
-    """Decides row by row which are held out: exactly the number asked for, each set of them equally likely.
-
-    Selection sampling (Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S) in constant memory. Every
-    ordinal has a random number of its own, so a row that is dropped for its length hardly moves the others.
-    """
-
-    def __init__(self, held_out: HeldOut) -> None:
-        self._random = random.Random(held_out.seed)
-        self._num_left = held_out.num_rows
-        self._num_wanted = held_out.num_held_out
-        self._next_ordinal = 0
-
-    def draw(self, ordinal: int) -> bool:
-        """Return whether the next row is held out; rows come in the order of their ordinals."""
-        number = 0.0
-        while self._next_ordinal <= ordinal:
-            number = self._random.random()
-            self._next_ordinal += 1
-        chosen = self._num_left * number < self._num_wanted
-        self._num_left -= 1
-        self._num_wanted -= chosen
-        return chosen
+    first_held_out: list[HeldOutIds] = field(default_factory=list)
 
 
 def write_splits(labelled: Path, folder: Path, held_out: HeldOut) -> Splits:
@@ -90,7 +76,7 @@ def _draw_batches(reader: Any, held_out: HeldOut) -> Iterator[tuple[Any, Any]]:
     """Yield each record batch with a bool array that says which of its rows are held out."""
     import numpy as np
 
-    generator = _Draw(held_out)
+    generator = Draw(held_out.num_rows, held_out.num_held_out, held_out.seed)
     for rows in reader:
         ordinals = rows.column("ordinal").to_pylist()
         yield rows, np.fromiter((generator.draw(ordinal) for ordinal in ordinals), bool, count=len(ordinals))
@@ -104,6 +90,11 @@ def _count(splits: Splits, held_out_rows: Any, training_rows: Any, num_first: in
     splits.num_eval_rows += held_out_rows.num_rows
     labels = training_rows.column("labels").flatten().to_numpy()
     splits.trained_tokens += int(np.count_nonzero(labels != IGNORED))
-    wanted = held_out_rows.slice(0, max(0, num_first - len(splits.first_held_out)))
-    for row in wanted.select(["ordinal", "input_ids", "prompt_length"]).to_pylist():
-        splits.first_held_out.append((row["ordinal"], row["input_ids"][: row["prompt_length"]]))
+    known = {example.ordinal for example in splits.first_held_out}
+    if len(known) >= num_first:
+        return
+    for row in held_out_rows.select(["ordinal", "input_ids", "prompt_length"]).to_pylist():
+        ids, border = row["input_ids"], row["prompt_length"]
+        if border and row["ordinal"] not in known and len(known) < num_first:
+            known.add(row["ordinal"])
+            splits.first_held_out.append(HeldOutIds(row["ordinal"], ids[:border], ids[border:]))

@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tunebook.data.prompts import PROBE, Prompts, Turn
+from tunebook.data.conversation import Fault
+from tunebook.data.prompts import PROBE, Prompts, Turn, ids_added_in_front
 
 # A text after which another is tokenised as a continuation, tried in this order: in few tokenizers a token holds any
 # of these together with what follows.
@@ -17,10 +18,44 @@ _ANCHORS = ("\n", "x", "0", ".", ")")
 
 
 class EncodedTurn(NamedTuple):
-    """Ids of one row: the prompt with everything that stands before it, the response with the stop token."""
+    """Ids of a turn, or of several joined: the first prompt with all before it, the response with the stop token.
+
+    Where turns are joined, `response_ids` goes on with the next prompt and response; `gaps` are the places of those
+    prompts in it, which are not trained. `answer_start` is where the last response begins, counted over both lists;
+    None: where the prompt ends.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
+    gaps: tuple[tuple[int, int], ...] = ()
+    answer_start: int | None = None
+
+
+def join_turns(turns: Sequence[EncodedTurn]) -> list[EncodedTurn]:
+    """Return the turns of one conversation joined as far as each prompt begins with all tokens before it.
+
+    A prompt that does not, since its template rewrites earlier turns (leaves out their thoughts, say) or a token would
+    reach over the border of an earlier response, begins a row of its own: what is trained is what generation sees.
+    """
+    joined: list[EncodedTurn] = []
+    for turn in turns:
+        before = joined[-1] if joined else None
+        done = before.prompt_ids + before.response_ids if before else []
+        if before is None or turn.prompt_ids[: len(done)] != done:
+            joined.append(turn)
+            continue
+        start = len(before.response_ids)
+        gap = turn.prompt_ids[len(done) :]
+        response_ids = [*before.response_ids, *gap, *turn.response_ids]
+        gaps = (*before.gaps, (start, start + len(gap)))
+        joined[-1] = EncodedTurn(before.prompt_ids, response_ids, gaps, len(turn.prompt_ids))
+    return joined
+
+
+def train_whole(turn: EncodedTurn) -> EncodedTurn:
+    """Return the turn with its prompts trained like its responses."""
+    start = len(turn.prompt_ids) if turn.answer_start is None else turn.answer_start
+    return EncodedTurn([], turn.prompt_ids + turn.response_ids, answer_start=start)
 
 
 class TurnEncoder:
@@ -31,23 +66,36 @@ class TurnEncoder:
         self._backend = tokenizer.backend_tokenizer
         self._leading_ids = list(prompts.leading_ids)
         self._stop_ids = [prompts.stop_token_id]
+        self._ids_before_text = ids_added_in_front(tokenizer)
         self._adds_prefix = self._finds_prefix()
         self._sections = None if self._adds_prefix else _sections_of(tokenizer)
         self._token_ids = {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
         self._known_sections: dict[str, list[int]] = {}
-        self._learn_sections(prompts.render([PROBE])[0].prompt)
+        [probe] = prompts.render([PROBE])
+        assert not isinstance(probe, Fault), "the prompts were built with this row"
+        self._learn_sections(probe[0].prompt)
 
     def encode(self, turns: Sequence[Turn]) -> list[EncodedTurn]:
         """Return the ids of each turn, in order."""
-        plain = [turn for turn in turns if not turn.marked]
+        plain = [turn for turn in turns if not turn.marked and not turn.is_text]
         prompts = iter(self._encode_prompts([turn.prompt for turn in plain]))
         responses = iter(self._encode_continuations([turn.response for turn in plain]))
+        texts = iter(self._encode_texts([turn.response for turn in turns if turn.is_text]))
         return [
-            self._encode_marked(turn)
+            next(texts)
+            if turn.is_text
+            else self._encode_marked(turn)
             if turn.marked
             else EncodedTurn(self._leading_ids + next(prompts), next(responses) + self._stop_ids)
             for turn in turns
         ]
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[EncodedTurn]:
+        """Return plain texts with one BOS, where the tokenizer puts one, and one eos token, which may be written."""
+        before, end = self._ids_before_text, [self._tokenizer.eos_token_id]
+        written = self._tokenizer.bos_token if before == [self._tokenizer.bos_token_id] else ""
+        all_ids = self._encode([text.removeprefix(written) for text in texts])
+        return [EncodedTurn([], before + (ids if ids[-1:] == end else ids + end)) for ids in all_ids]
 
     def _learn_sections(self, prompt: str) -> None:
         """Remember the ids of what stands between the added tokens of a prompt, to make them once.

@@ -9,6 +9,7 @@ from typing import Any
 from tunebook.errors import Problem
 from tunebook.places import is_local, is_local_data
 from tunebook.recipe.checking import Report, Sections, Undecided
+from tunebook.recipe.data_checks import DATA_CHECKS
 from tunebook.recipe.lora_checks import LORA_CHECKS
 from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES
 from tunebook.recipe.source import Source
@@ -220,7 +221,7 @@ def _check_idle_keys(sections: Sections, report: Report) -> None:
 def _check_local_revisions(sections: Sections, report: Report) -> None:
     if sections.get("model.revision") and is_local(sections.get("model.name_or_path", "a/b")):
         report("model.revision", "has no effect on a local folder", "Remove it")
-    if is_local_data(sections.get("data.path", "a/b")):
+    if is_local_data(sections.get("data.path") or "a/b"):
         for name in ("revision", "split"):
             if sections.get(f"data.{name}") is not None:
                 report(f"data.{name}", "has no effect on local files", "Remove it")
@@ -252,6 +253,7 @@ def _check_packages(sections: Sections, report: Report) -> None:
 
 CHECKS = (
     *LORA_CHECKS,
+    *DATA_CHECKS,
     _check_bits,
     _check_frozen_base,
     _check_precision,

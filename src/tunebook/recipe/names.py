@@ -14,7 +14,8 @@ from tunebook.recipe.schema import BatchSection, DataSection, ModelSection
 from tunebook.recipe.upstream import installed, lora_keys, quantization_keys, training_keys
 
 SECTIONS = ("model", "quantization", "lora", "data", "training")
-REQUIRED = {"model": "name_or_path", "data": "path"}
+# data needs a path or sources, which is checked where both can be seen.
+REQUIRED = {"model": "name_or_path"}
 OWN: Mapping[str, type[BaseModel]] = {"model": ModelSection, "data": DataSection, "training": BatchSection}
 
 

@@ -1,8 +1,9 @@
 """Reading a recipe: everything that can be wrong with it is found at once, before anything heavy is imported."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from tunebook.errors import Problem, Refused
 from tunebook.places import check_data_path, check_model_path
 from tunebook.recipe.contradictions import PRECISION, find_contradictions
+from tunebook.recipe.data_checks import read_sources
 from tunebook.recipe.names import (
     OWN,
     REQUIRED,
@@ -128,6 +130,9 @@ def _read_section(section: str, written: dict[str, Any], source: Source) -> dict
         if name not in known:
             _add_unknown(source, key, explain_unknown_key(section, name))
             continue
+        if key == "data.sources" and value is not None:
+            read[name] = read_sources(value, partial(_add, source))
+            continue
         try:
             read[name] = read_value(value, known[name])
             _check_range(section, name, read[name])
@@ -157,8 +162,14 @@ def _check_range(section: str, name: str, value: Any) -> None:
 def _find_missing_places(sections: dict[str, dict[str, Any] | None], source: Source) -> list[Problem]:
     """Return why the model or the data cannot be where the recipe says, as far as names and folders tell."""
     problems = []
-    for section, name, check in (("model", "name_or_path", check_model_path), ("data", "path", check_data_path)):
-        key, place = f"{section}.{name}", (sections.get(section) or {}).get(name)
+    model, data = sections.get("model") or {}, sections.get("data") or {}
+    places: list[tuple[str, str | None, Callable[[str], list[Problem]]]] = [
+        ("model.name_or_path", model.get("name_or_path"), check_model_path)
+    ]
+    places += [("data.path", data.get("path"), check_data_path)]
+    for number, entry in enumerate(data.get("sources") or []):
+        places += [(f"data.sources[{number}].path", entry.get("path"), check_data_path)]
+    for key, place, check in places:
         if place is not None and key not in source.undecided:
             problems += [replace(problem, where=source.place(key), key=key) for problem in check(place)]
     return problems
@@ -205,10 +216,18 @@ def _resolved(sections: dict[str, dict[str, Any] | None], model: ModelSection, d
         "model": model.model_dump(exclude_none=True),
         "quantization": sections.get("quantization"),
         "lora": sections.get("lora"),
-        "data": data.model_dump(exclude_none=True, exclude=left_out),
+        "data": _written_data(data, left_out),
         "training": sections.get("training") or {},
     }
     return {name: section for name, section in full.items() if section is not None}
+
+
+def _written_data(data: DataSection, left_out: set[str]) -> dict[str, Any]:
+    """Return the section with its defaults, and the sources as they were written."""
+    if data.sources is None:
+        return data.model_dump(exclude_none=True, exclude=left_out)
+    written: dict[str, Any] = data.model_dump(exclude_none=True, exclude=left_out | {"split"})
+    return written | {"sources": [source.model_dump(exclude_unset=True) for source in data.sources]}
 
 
 def _add_unknown(source: Source, key: str, explained: Explained) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,15 +27,57 @@ class ModelSection(Section):
     )
 
 
+FormName = Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"]
+# The parts of a row by the column that each form has them in, and the parts that no row can do without.
+FORM_COLUMNS: Final[Mapping[str, Mapping[str, str]]] = {
+    "alpaca": {"prompt": "instruction", "input": "input", "response": "output", "system": "system"},
+    "messages": {"messages": "messages", "tools": "tools", "system": "system"},
+    "sharegpt": {"messages": "conversations", "tools": "tools", "system": "system"},
+    "prompt_completion": {"prompt": "prompt", "response": "completion", "system": "system", "tools": "tools"},
+    "text": {"text": "text"},
+}
+FORM_REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
+    "alpaca": ("prompt", "response"),
+    "messages": ("messages",),
+    "sharegpt": ("messages",),
+    "prompt_completion": ("prompt", "response"),
+    "text": ("text",),
+}
+
+
+class SourceSection(Section):
+    """One entry of `data.sources`: rows from one place, and how much of them an epoch takes."""
+
+    path: str = Field(min_length=1, description="A Hub id, a file, a folder or a pattern such as data/*.jsonl.")
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a Hub data set.")
+    split: str = Field("train", min_length=1, description="Which split of a Hub data set.")
+    format: FormName = Field("auto", description="The form of a row; auto tells it by the columns.")
+    columns: dict[str, str] | None = Field(None, description="The column of each part: {prompt: ..., response: ...}.")
+    weight: float = Field(1.0, gt=0, le=1000, description="How often a row counts; 0.5 draws half of them.")
+    rows: int | None = Field(None, ge=1, description="How many rows are drawn, instead of a weight.")
+
+
+class DataSource(SourceSection):
+    """One source with everything that is said of it; `key` is where the recipe says it."""
+
+    key: str = "data"
+
+
 class DataSection(Section):
     """The rows, and how they become labelled tokens."""
 
-    path: str = Field(min_length=1, description="A Hub id, a file or a folder.")
+    path: str | None = Field(None, min_length=1, description="A Hub id, a file, a folder or a pattern.")
+    sources: list[SourceSection] | None = Field(None, min_length=1, description="Several places, instead of a path.")
     revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a Hub data set.")
     split: str = Field("train", min_length=1, description="Which split of a Hub data set.")
-    format: Literal["alpaca"] = Field("alpaca", description="The form of a row.")
-    template: Literal["auto", "alpaca"] = Field(
-        "auto", description="auto: the model's chat template, or the Alpaca text for a model without one."
+    format: FormName = Field("auto", description="The form of a row; auto tells it by the columns.")
+    columns: dict[str, str] | None = Field(None, description="The column of each part: {prompt: ..., response: ...}.")
+    deduplicate: bool = Field(False, description="Drop rows that are exactly like an earlier one.")
+    template: str = Field(
+        "auto", description="auto: the model's chat template, else the Alpaca text; alpaca, chatml, or a .jinja file."
+    )
+    train_on: Literal["responses", "last_response", "all"] = Field(
+        "responses", description="Which tokens of a conversation are trained: every answer, the last, or everything."
     )
     max_length: int = Field(
         1024, ge=2, description="Longest row in tokens; on_overflow says what becomes of longer ones."
@@ -54,6 +96,18 @@ class DataSection(Section):
         False, description="Join the rows of a micro-batch to one sequence without padding; the result is the same."
     )
     max_bad_fraction: float = Field(0.001, ge=0, le=1, description="More unusable rows than this refuses the run.")
+
+    def all_sources(self) -> list[DataSource]:
+        """Return the sources in order; one without its own format or columns has those of the section."""
+        if self.sources is None:
+            assert self.path is not None, "a recipe without path and sources is refused"
+            shared = {name: getattr(self, name) for name in ("revision", "split", "format", "columns")}
+            return [DataSource(path=self.path, **shared)]
+        inherited = {"format": self.format, "columns": self.columns}
+        return [
+            DataSource(**{**inherited, **source.model_dump(exclude_unset=True)}, key=f"data.sources[{number}]")
+            for number, source in enumerate(self.sources)
+        ]
 
 
 class BatchSection(Section):

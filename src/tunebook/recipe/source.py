@@ -155,7 +155,10 @@ class _Walk:
         if isinstance(node, MappingNode):
             return self.mapping(node, key)
         if isinstance(node, SequenceNode):
-            return [self.value(item, key) for item in node.value]
+            return [
+                self.value(item, f"{key}[{number}]" if isinstance(item, MappingNode) else key)
+                for number, item in enumerate(node.value)
+            ]
         assert isinstance(node, ScalarNode)
         if node.value == "" and not node.style:
             self.source.blank.add(key)
