@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memory_cases import CASES, Case
-from tunebook.memory import CUDA_CONTEXT_BYTES, GIB, Storage, Work, find_largest_batch, predict_memory
+from tunebook.memory import CUDA_CONTEXT_BYTES, GIB, Storage, Work, find_largest, predict_memory
 from tunebook.memory_plan import plan_memory
 from tunebook.plan import build_plan
 from tunebook.recipe.reading import load_recipe
@@ -130,7 +130,7 @@ def predicted_bytes(case: Case) -> int:
     plan = replace(build_plan(recipe, world_of(1)), compute_dtype=case.dtype)
     shape = build_shape({"model_type": "qwen2", **case.shape}, "")
     assert shape is not None
-    return plan_memory(recipe, plan, shape, (case.rows, case.length), None).planned.total
+    return plan_memory(recipe, plan, shape, lambda rows: (rows, case.length), None).planned.total
 
 
 def measured_bytes(folder: Path, names: list[str]) -> dict[str, int]:
@@ -170,14 +170,14 @@ def check_measured(folder: Path, names: list[str]) -> None:
 
 @pytest.fixture
 def planned(tmp_path):
-    def plan(text: str, num_processes: int = 1, gpu: float | None = 24, micro_batch=None):
+    def plan(text: str, num_processes: int = 1, gpu: float | None = 24, fullest=None):
         path = tmp_path / "case.yaml"
         path.write_text(text)
         recipe = load_recipe(str(path))
         made = build_plan(recipe, world_of(num_processes, "cuda"))
         shape = find_shape(recipe.model.name_or_path)
         assert shape is not None
-        return plan_memory(recipe, made, shape, micro_batch, gpu)
+        return plan_memory(recipe, made, shape, fullest, gpu)
 
     return plan
 
@@ -220,9 +220,10 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(planned):
     assert planned(text.replace("_size: 4", f"_size: {found}")).fits
     assert not planned(text.replace("_size: 4", f"_size: {2 * found}")).fits
     assert planned(text, gpu=0.5).largest_rows is None
-    assert planned(text, micro_batch=(4, 100)).needed < planned(text).needed
+    assert planned(text, fullest=lambda rows: (rows, 100)).needed < planned(text).needed
 
 
-def test_no_size_fits_in_nothing():
-    shape = shape_of(LLAMA_2_7B)
-    assert find_largest_batch(shape, TORCHTUNE, lora_work(LLAMA_2_7B, 1, 8, 8), 0, [1, 2]) is None
+def test_the_largest_of_sizes():
+    for limit in range(7):
+        expected = max([size for size in (1, 2, 5) if size <= limit], default=None)
+        assert find_largest([1, 2, 5], lambda size, limit=limit: size <= limit) == expected

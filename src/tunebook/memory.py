@@ -27,7 +27,9 @@ time is computed again. The logits are there three times at the loss's backward:
 reaches it and the one that leaves it (measured: 4,096 x 152,064 float32 logits took 7,131 MiB = 12.0 bytes each).
 """
 
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tunebook.shapes import ModelShape
 
@@ -175,10 +177,10 @@ def count_logit_bytes(shape: ModelShape, storage: Storage) -> float:
     return shape.vocab_size * (kept + 3 * storage.loss / storage.loss_chunks)
 
 
-def find_largest_batch(shape: ModelShape, storage: Storage, work: Work, limit: float, sizes: list[int]) -> int | None:
-    """Return the largest of the numbers of rows `sizes` whose memory stays within `limit` bytes, or None."""
-    fitting = [rows for rows in sizes if predict_memory(shape, storage, replace(work, rows=rows)).total <= limit]
-    return max(fitting, default=None)
+def find_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the largest of ascending `sizes` that fits, or None; where one fits, all smaller ones do."""
+    number = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return sizes[number - 1] if number else None
 
 
 def count_linear_parameters(shape: ModelShape) -> int:

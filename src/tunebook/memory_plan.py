@@ -1,6 +1,6 @@
 """What a recipe's run will need of memory: how tunebook keeps each number, and what fits on a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from tunebook.memory import (
     Memory,
     Storage,
     Work,
-    find_largest_batch,
+    find_largest,
     predict_memory,
 )
 from tunebook.plan import Plan
@@ -32,6 +32,8 @@ OPTIMIZERS: Final[Mapping[str, tuple[float, float]]] = {
 # Above this share of a GPU what the allocator cannot reuse may be missing at the end.
 TIGHT = 0.9
 LARGEST_TRIED = 512
+# Rows and the longest row's tokens of the fullest micro-batch, for a number of rows per process.
+Fullest = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,26 @@ class MemoryPlan:
 
 
 def plan_memory(
-    recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[int, int] | None, gpu_gib: float | None
+    recipe: Recipe, plan: Plan, shape: ModelShape, fullest: Fullest | None, gpu_gib: float | None
 ) -> MemoryPlan:
     """Return the predicted memory of a process of this plan.
 
-    `micro_batch` is the fullest one of the data, rows and longest row; without it the recipe's rows at max_length.
+    `fullest` tells the fullest micro-batch of the data; without it every row is taken to be as long as max_length.
     """
     assumed: list[str] = []
     storage = storage_of(recipe, plan, shape, assumed)
-    rows, length = micro_batch or (plan.per_device_train_batch_size, plan.max_length)
-    taken = "the fullest micro-batch of the first epoch" if micro_batch else "every row as long as data.max_length"
+    size_of: Fullest = fullest or (lambda rows: (rows, plan.max_length))
+    rows, length = size_of(plan.per_device_train_batch_size)
+    taken = "the fullest micro-batch of the first epoch" if fullest else "every row as long as data.max_length"
     work = work_of(recipe, plan, shape, (rows, length), assumed)
     context = CUDA_CONTEXT_BYTES if plan.device_type == "cuda" or gpu_gib is not None else 0
     limit = None if gpu_gib is None else round(gpu_gib * GIB)
-    largest = None
-    if limit is not None:
-        longest = replace(work, length=plan.max_length if micro_batch is None else length)
-        largest = find_largest_batch(shape, storage, longest, limit - context, _sizes(recipe, plan))
+
+    def fits(size: int) -> bool:
+        there = work_of(recipe, with_micro_batch(recipe, plan, size), shape, size_of(size), [])
+        return limit is not None and predict_memory(shape, storage, there).total + context <= limit
+
+    largest = None if limit is None else find_largest(_sizes(recipe, plan), fits)
     return MemoryPlan(
         checkpointed=predict_memory(shape, storage, replace(work, checkpointing=True)),
         kept=predict_memory(shape, storage, replace(work, checkpointing=False)),
@@ -106,6 +111,15 @@ def plan_memory(
         gpu_bytes=limit,
         largest_rows=largest,
     )
+
+
+def with_micro_batch(recipe: Recipe, plan: Plan, rows: int) -> Plan:
+    """Return the plan with another micro-batch: accumulation follows where the recipe gives the global batch."""
+    if recipe.batch.global_batch_size is None:
+        whole = plan.world_size * rows * plan.gradient_accumulation_steps
+        return replace(plan, per_device_train_batch_size=rows, global_batch_size=whole)
+    accumulation = plan.global_batch_size // (plan.world_size * rows)
+    return replace(plan, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
 
 
 def storage_of(recipe: Recipe, plan: Plan, shape: ModelShape, assumed: list[str]) -> Storage:
@@ -183,7 +197,7 @@ def _sizes(recipe: Recipe, plan: Plan) -> list[int]:
     return [size for size in range(1, min(share, LARGEST_TRIED) + 1) if share % size == 0]
 
 
-def find_findings(memory: MemoryPlan, plan: Plan) -> list[tuple[str, str]]:
+def find_memory_warnings(memory: MemoryPlan, plan: Plan) -> list[tuple[str, str]]:
     """Return what a user should know about the GPU that was asked about, each with its fix."""
     if memory.gpu_bytes is None or memory.needed <= TIGHT * memory.gpu_bytes:
         return []
