@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tiny_training import NF4, TinyData, build_base, build_recipe, plan_of
+from tiny_training import NF4, STOP, TinyData, build_base, build_recipe, plan_of
 from tunebook.process_group import start_process_group
 from tunebook.world import World
 
@@ -156,7 +156,7 @@ def nearly_same_rows(number: int, length: int) -> TinyData:
     import datasets
 
     rows = [
-        {"input_ids": [40] * size, "labels": [-100] * (size // 2) + [40] * (size - size // 2), "length": size}
+        {"input_ids": [40] * size, "labels": [-100] * (size // 2) + [STOP] * (size - size // 2), "length": size}
         for size in (length - index % 2 for index in range(number))
     ]
     return TinyData(datasets.Dataset.from_list(rows), None, ())
