@@ -270,6 +270,14 @@ def test_whether_it_fits_a_gpu(typed):
     assert memory["fits"] and memory["largest_rows"] == 32 and memory["gpu_bytes"] == 80 * 1024**3
 
 
+def test_a_gpu_without_bfloat16_refuses_it(typed, capsys):
+    words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "1", "--gpu", "t4")
+    message = refusal(typed, *words)
+    assert "--gpu t4 has no bfloat16" in message and "recipes/qwen7b_qlora.yaml:4: model.dtype" in message
+    assert "memory of a process" in capsys.readouterr().out  # the plan comes first
+    assert "has no bfloat16" not in typed(*words, "model.dtype=float16")
+
+
 def test_plan_as_a_table_needs_neither_hub_nor_rows(typed):
     table = typed("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4")
     assert "4 processes x 8 rows x 2 micro-steps = 64 rows per step" in table

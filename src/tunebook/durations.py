@@ -18,10 +18,11 @@ UTILISATION = 0.4
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as asked about: its memory, and the rate of 16-bit matrix products where the name says it."""
+    """A GPU as asked about: its memory, and where the name says it the rate of 16-bit products and the types it has."""
 
     memory_gib: float
     tflops: float | None = None
+    bfloat16: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Duration:
 
 def read_gpu(text: str) -> Gpu:
     """Return the GPU of `--gpu`: a number of GiB, or a name of facts/gpus.json. Raises Refused for anything else."""
-    known: dict[str, dict[str, float]] = json.loads(
+    known: dict[str, dict[str, Any]] = json.loads(
         files("tunebook").joinpath("facts/gpus.json").read_text(encoding="utf-8")
     )["gpus"]
     name = text.strip().lower()

@@ -4,6 +4,7 @@ Nothing is asked of the network and no weights are read. What is not at hand is 
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,14 +99,14 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command) -> WholePlan:
     shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
     unknown, findings, data = find_missing(recipe, command), list[Finding](), None
     if not unknown:
-        try:
-            plan, data = _read_data(recipe, plan, shape, findings)
-        except Refused:
-            if is_local_data(recipe.data.path):
-                raise
-            unknown.append(f"data: the cache of {recipe.data.path} does not hold all of it")
-    else:
+        unknown += _find_incomplete(recipe)
+    if unknown:
         findings += as_errors(_shape_problems(recipe, shape, None))
+    else:
+        plan, data = _read_data(recipe, plan, shape, findings)
+    if gpu and not gpu.bfloat16 and plan.compute_dtype == "bfloat16":
+        fix = "Set model.dtype: float16, or float32"
+        findings.append(Finding("error", f"--gpu {command.gpu} has no bfloat16", fix, "model.dtype"))
     memory = None
     if shape is None:
         unknown.append(f"memory: the shape of {recipe.model.name_or_path} is not known here")
@@ -151,6 +152,25 @@ def _is_cached_data(path: str) -> bool:
     cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
     wanted = path.lower().replace("/", "").replace("_", "")
     return cache.is_dir() and any(place.name.lower().replace("_", "") == wanted for place in cache.iterdir())
+
+
+def _find_incomplete(recipe: Recipe) -> list[str]:
+    """Return what the Hub's cache lacks though it has the folder; what is local is not looked at, but read later."""
+    from tunebook.data.rows import open_source
+    from tunebook.data.tokenizer import load_tokenizer
+
+    unknown, model = [], recipe.model
+    looks: list[tuple[str, bool, Callable[[], Any]]] = [
+        ("data", is_local_data(recipe.data.path), lambda: open_source(recipe.data)),
+        ("tokenizer", is_local(model.name_or_path), lambda: load_tokenizer(model.name_or_path, model.revision)),
+    ]
+    for what, is_here, look in looks:
+        try:
+            if not is_here:
+                look()
+        except Refused as refused:
+            unknown.append(f"{what}: {refused.problems[0].message}")
+    return unknown
 
 
 def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding]) -> tuple[Plan, DataPart]:
