@@ -247,7 +247,35 @@ def test_plan_as_json_for_a_world_that_is_not_there(typed):
     assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 2)
     assert (plan["num_optimizer_steps"], plan["num_eval_rows"]) == (2391, 1040)
     assert (plan["learning_rate"], plan["origins"]["learning_rate"]) == (1e-4, "command line")
-    assert set(plan["origins"]) == set(plan) - {"origins", "notes"}
+    assert set(plan["origins"]) == set(plan) - {"origins", "notes", "data", "memory", "time", "findings", "unknown"}
+
+
+def test_hours_of_52002_rows_at_batch_4(typed):
+    changes = ("training.global_batch_size=4", "training.per_device_train_batch_size=4", "data.validation=0")
+    words = ("recipes/qwen7b_qlora.yaml", "--plan", "--rows", "52002", "--step-seconds", "0.8", *changes)
+    plan = json.loads(typed(*words, "--json"))
+    assert plan["steps_per_epoch"] == plan["time"]["steps_per_epoch"] == 13001
+    assert (round(plan["time"]["epoch_hours"], 1), round(plan["time"]["hours"], 1)) == (2.9, 8.7)
+    assert "13,001 steps and 2.9 h per epoch, 8.7 h in all" in typed(*words)
+
+
+def test_whether_it_fits_a_gpu(typed):
+    words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "1")
+    assert "memory: fits in 24 GiB with checkpointing on; the largest micro-batch that does: 8" in typed(
+        *words, "--gpu", "24"
+    )
+    small = typed(*words, "--gpu", "8")
+    assert "does not fit in 8 GiB" in small and "warning: training.per_device_train_batch_size" in small
+    memory = json.loads(typed(*words, "--gpu", "a100", "--json"))["memory"]
+    assert memory["fits"] and memory["largest_rows"] == 32 and memory["gpu_bytes"] == 80 * 1024**3
+
+
+def test_a_gpu_without_bfloat16_refuses_it(typed, capsys):
+    words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "1", "--gpu", "t4")
+    message = refusal(typed, *words)
+    assert "--gpu t4 has no bfloat16" in message and "recipes/qwen7b_qlora.yaml:4: model.dtype" in message
+    assert "memory of a process" in capsys.readouterr().out  # the plan comes first
+    assert "has no bfloat16" not in typed(*words, "model.dtype=float16")
 
 
 def test_plan_as_a_table_needs_neither_hub_nor_rows(typed):
@@ -291,6 +319,10 @@ def test_a_plan_that_is_refused_ends_with_code_2_and_no_traceback():
         (("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "0"), "greater than or equal to 1"),
         (("recipes/qwen7b_qlora.yaml", "--plan", "--device", "cpu"), "--num-processes"),
         (("recipes/qwen7b_qlora.yaml", "--run-dir", ""), "--run-dir is empty"),
+        (("recipes/qwen7b_qlora.yaml", "--gpu", "24"), "Add --plan"),
+        (("recipes/qwen7b_qlora.yaml", "--plan", "--gpu", "big"), "a100"),
+        (("recipes/qwen7b_qlora.yaml", "--plan", "--step-seconds", "0"), "no time"),
+        (("recipes/qwen7b_qlora.yaml", "--plan", "--step-seconds", "nan"), "no time"),
         (("recipes/qwen7b_qlora.yaml", "recipes/tiny_qlora.yaml"), "one recipe"),
     ],
 )

@@ -1,5 +1,6 @@
 """The words after `finetune.py`: a recipe, overrides, and a few options; no option is a launcher's own."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,15 @@ from typer.exceptions import TyperException
 from tunebook.errors import Problem, Refused
 
 DeviceName = Literal["cuda", "cpu"]
+DeviceOption = Annotated[
+    DeviceName | None, typer.Option("--device", help="With --num-processes: its devices; cuda if left out.")
+]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", help="With --plan: does it fit a GPU of so many GiB, or of this name?")
+]
+StepSecondsOption = Annotated[
+    float | None, typer.Option("--step-seconds", help="With --plan: the seconds that one step takes.")
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class Command:
     rows: int | None = None
     run_dir: str | None = None
     fresh: bool = False
+    gpu: str | None = None
+    step_seconds: float | None = None
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -44,9 +56,7 @@ def read_command(words: Sequence[str]) -> Command:
         num_processes: Annotated[
             int | None, typer.Option("--num-processes", min=1, help="With --plan: for a world of N processes.")
         ] = None,
-        device: Annotated[
-            DeviceName | None, typer.Option("--device", help="With --num-processes: its devices; cuda if left out.")
-        ] = None,
+        device: DeviceOption = None,
         rows: Annotated[
             int | None, typer.Option("--rows", min=1, help="With --plan: how many rows the data has.")
         ] = None,
@@ -54,8 +64,11 @@ def read_command(words: Sequence[str]) -> Command:
             str | None, typer.Option("--run-dir", help="The run folder; runs/<recipe's file name> if left out.")
         ] = None,
         fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
+        gpu: GpuOption = None,
+        step_seconds: StepSecondsOption = None,
     ) -> None:
-        command.append(Command(recipe, tuple(overrides or ()), plan, json, num_processes, device, rows, run_dir, fresh))
+        given = (plan, json, num_processes, device, rows, run_dir, fresh, gpu, step_seconds)
+        command.append(Command(recipe, tuple(overrides or ()), *given))
 
     try:
         app(list(words), prog_name="finetune.py", standalone_mode=False)
@@ -80,6 +93,8 @@ def _check_options(command: Command) -> None:
         "--num-processes": command.num_processes is not None,
         "--device": command.device is not None,
         "--rows": command.rows is not None,
+        "--gpu": command.gpu is not None,
+        "--step-seconds": command.step_seconds is not None,
     }
     problems = [
         Problem(f"{option} is about a plan", _without_plan(option), "command line")
@@ -88,6 +103,8 @@ def _check_options(command: Command) -> None:
     ]
     if command.device and command.num_processes is None and command.plan:
         problems.append(Problem("--device is about a world of --num-processes N", "Give N, too", "command line"))
+    if command.step_seconds is not None and not 0 < command.step_seconds < math.inf:
+        problems.append(Problem("--step-seconds is no time", "Give seconds, such as 0.8", "command line"))
     if command.run_dir == "":
         problems.append(Problem("--run-dir is empty", "Name a folder", "command line"))
     if problems:

@@ -64,18 +64,39 @@ def load_architecture(recipe: Recipe) -> Any:
 
 def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
     """Build the model without weights and raise Refused with every reason why this recipe cannot train it."""
+    hollow = _build_hollow(recipe, architecture)
+    if problems := _base_problems(recipe, architecture, hollow, tokenizer):
+        raise Refused(problems)
+    if recipe.lora is not None:
+        _rehearse_adapter(hollow, recipe, recipe.lora)
+
+
+def find_model_problems(recipe: Recipe, tokenizer: Any) -> list[Problem]:
+    """Return why this recipe cannot train the model, as far as it shows without weights and without peft.
+
+    A model that is not here, or only in part, is no problem yet: loading it will say what is wrong.
+    """
+    try:
+        with quiet_libraries():
+            architecture = load_architecture(recipe)
+            return _base_problems(recipe, architecture, _build_hollow(recipe, architecture), tokenizer)
+    except Refused as refused:
+        return list(refused.problems) if is_local(recipe.model.name_or_path) else []
+
+
+def _build_hollow(recipe: Recipe, architecture: Any) -> Any:
     with _refusing(recipe, "cannot be built"), torch.device("meta"):
-        hollow = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
         )
+
+
+def _base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: Any) -> list[Problem]:
     problems = _vocabulary_problems(recipe, hollow, tokenizer) + _precision_problems(recipe, architecture)
     problems += _architecture_problems(recipe, architecture)
     if recipe.lora is not None:
         problems += check_lora_names(hollow, recipe.lora, recipe.path)
-    if problems:
-        raise Refused(problems)
-    if recipe.lora is not None:
-        _rehearse_adapter(hollow, recipe, recipe.lora)
+    return problems
 
 
 def keep_4bit_weights(model: Any) -> None:

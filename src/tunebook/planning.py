@@ -13,6 +13,8 @@ from tunebook.places import is_local_data
 from tunebook.plan import Plan, build_plan, with_rows, with_split
 from tunebook.plan_table import build_console, print_notes, render_plan
 from tunebook.recipe.schema import Recipe
+from tunebook.whole_plan import complete_plan, find_missing
+from tunebook.whole_plan_text import show_whole_plan
 from tunebook.world import World, count_gpus, read_world, world_of
 
 if TYPE_CHECKING:
@@ -86,24 +88,29 @@ def show_start(plan: Plan, world: World) -> None:
 
 
 def show_plan(recipe: Recipe, command: Command) -> None:
-    """Print the plan of `--plan` on rank 0: for the world that is asked for, or for this machine."""
+    """Print the plan of `--plan` on rank 0: for the world that is asked for, or for this machine.
+
+    Raises Refused, after it is printed, with what would make training refuse.
+    """
+    # Nothing is asked of the Hub, which may be out of reach; what this machine has of it is found all the same.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     world = _planned_world(recipe, command)
     plan = plan_without_data(recipe, world, command.run_dir)
     if command.rows is not None:
         plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
-    elif all(is_local_data(source.path) for source in recipe.data.all_sources()):
+    elif all(is_local_data(source.path) for source in recipe.data.all_sources()) and find_missing(recipe, command):
         num_rows, forms = _count_usable_rows(recipe)
         origin = f"usable rows ({forms}), before data.max_length"
         plan = with_rows(plan, num_rows, recipe.data.validation, origin)
-    if not world.is_main:
-        return
-    if command.json:
-        json.dump(plan.as_dict(), sys.stdout, indent=1)
-        print()
-    else:
-        console = build_console()
-        print_notes(plan.notes, console)
-        console.print(render_plan(plan))
+    whole = complete_plan(recipe, plan, command)
+    if world.is_main:
+        if command.json:
+            json.dump(whole.as_dict(), sys.stdout, indent=1)
+            print()
+        else:
+            show_whole_plan(whole)
+        sys.stdout.flush()
+    whole.refuse_errors()
 
 
 def _planned_world(recipe: Recipe, command: Command) -> World:

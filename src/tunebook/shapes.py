@@ -20,7 +20,10 @@ ARCHITECTURES: Mapping[str, tuple[bool, int, bool]] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decoder-only model is made of. `linears` holds (name, inputs, outputs) for one layer, without the head."""
+    """What a decoder-only model is made of. `linears` holds (name, inputs, outputs) for one layer, without the head.
+
+    `num_norms` are the norms of a layer over the hidden size; `has_head_norms` says that heads have their own as well.
+    """
 
     model_type: str
     num_layers: int
@@ -31,6 +34,9 @@ class ModelShape:
     linears: tuple[tuple[str, int, int], ...]
     num_parameters: int
     source: str
+    num_heads: int
+    num_norms: int
+    has_head_norms: bool
 
 
 def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | None:
@@ -103,6 +109,9 @@ def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:
         linears=linears,
         num_parameters=layers * per_layer + around,
         source=source,
+        num_heads=heads,
+        num_norms=norms,
+        has_head_norms=head_norms,
     )
 
 

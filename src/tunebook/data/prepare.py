@@ -19,7 +19,7 @@ from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
 from tunebook.recipe.schema import Recipe
 
 # Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
-_VERSION = 3
+_VERSION = 4
 _BAD_ROWS_IN_MEMORY = 1000
 
 
@@ -47,7 +47,7 @@ class PreparedData:
     before the cut, and `truncation_table` says what other limits would do. `trained_tokens` are the labels that count
     in one pass over `train`. `data_fingerprint` is the sha256 of the source's content. `quarantined` holds the first
     bad rows, `write_quarantine` writes them all. `template` and `notes` are for the user to read, and so are `forms`,
-    the forms of the rows that were found.
+    the forms of the rows that were found. `rows_by_part` counts the rows of each of `source_names`.
 
     Besides: `num_duplicate_rows` were like an earlier row, `num_unused_rows` were left out by the sources' weights,
     `num_repeated_rows` were added by them, `num_split_rows` where a conversation had to become several rows. Copies
@@ -73,6 +73,7 @@ class PreparedData:
     notes: tuple[str, ...]
     folder: Path
     source_names: tuple[str, ...]
+    rows_by_part: tuple[int, ...]
     truncation_table: tuple[Truncation, ...]
     forms: tuple[str, ...] = ()
     num_duplicate_rows: int = 0
@@ -166,5 +167,6 @@ def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fi
         notes=source.notes,
         folder=folder,
         source_names=source.names,
+        rows_by_part=tuple(manifest["rows_by_part"]),
         truncation_table=tuple(Truncation(**row) for row in manifest["truncation_table"]),
     )

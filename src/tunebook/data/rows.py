@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -44,12 +44,14 @@ class UsedRow(NamedTuple):
 class Scan:
     """What one reading of all rows found.
 
+    `rows_by_part` holds all rows of each file or data set, bad ones included; they are `num_rows` in all.
     `num_distinct` holds for each source, by its key in the recipe, the usable rows that are not left out as duplicates;
     `forms` the forms that were found.
     """
 
     num_rows: int
     num_bad_rows: int
+    rows_by_part: tuple[int, ...] = ()
     num_duplicate_rows: int = 0
     num_distinct: tuple[tuple[str, int], ...] = ()
     forms: tuple[str, ...] = ()
@@ -76,9 +78,7 @@ def scan_usable(source: Source, quarantine: Path, data: DataSection) -> Scan:
     if used == 0:
         message = f"the weights leave none of the {scan.num_rows} rows"
         raise Refused(Problem(message, "Raise them", key="data.sources"))
-    return Scan(
-        scan.num_rows, scan.num_bad_rows, scan.num_duplicate_rows, scan.num_distinct, scan.forms, used, copies - used
-    )
+    return replace(scan, num_used_rows=used, num_repeated_rows=copies - used)
 
 
 def scan_rows(source: Source, quarantine: TextIO, deduplicate: bool = False) -> Scan:
@@ -91,6 +91,7 @@ def scan_rows(source: Source, quarantine: TextIO, deduplicate: bool = False) -> 
     distinct = {section.key: 0 for section in source.sections}
     forms: dict[str, None] = {}
     problems: list[Problem] = []
+    rows_by_part: list[int] = []
     for part in range(len(source.names)):
         before = num_rows
         try:
@@ -108,11 +109,13 @@ def scan_rows(source: Source, quarantine: TextIO, deduplicate: bool = False) -> 
             if num_rows == before:
                 raise no_rows(source.names[part], source.sections[part].key)
             forms |= {form.title: None}
+            rows_by_part.append(num_rows - before)
         except Refused as refused:
             problems.extend(refused.problems)
     if problems:
         raise Refused(problems)
-    return Scan(num_rows, num_bad_rows, num_duplicate_rows, tuple(distinct.items()), tuple(forms))
+    counts = (num_rows, num_bad_rows, tuple(rows_by_part), num_duplicate_rows)
+    return Scan(*counts, tuple(distinct.items()), tuple(forms))
 
 
 def open_part(source: Source, part: int) -> tuple[Form, Iterator[Record]]:

@@ -106,7 +106,11 @@ class Preparation:
             message = "the data changed while it was being read"
             raise Refused(Problem(message, "Start again when nothing writes to it", key="data.path"))
         counts = _counts(scan, written, overflow, splits)
-        facts = {"examples": examples, "truncation_table": table_as_json(overflow.table())}
+        facts = {
+            "examples": examples,
+            "rows_by_part": scan.rows_by_part,
+            "truncation_table": table_as_json(overflow.table()),
+        }
         return {"counts": asdict(counts), **facts, **self._described(scan.forms)}
 
     def _described(self, forms: tuple[str, ...]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 from tunebook.data.prepare import PreparedData
+from tunebook.errors import Refused
+from tunebook.findings import find_stop_problems
 from tunebook.model import build_model, check_positions
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
@@ -46,6 +48,8 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
     wall.start()
     check_same_start(start_facts(recipe, plan, data))
     with refuse_together():
+        if problems := find_stop_problems(recipe, tokenizer, data):
+            raise Refused(problems)
         arguments = build_training_arguments(recipe, plan, world)
         layout = BatchLayout(
             plan.global_batch_size,

@@ -1,0 +1,212 @@
+"""What a recipe's run will need of memory: how tunebook keeps each number, and what fits on a GPU."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from tunebook.memory import (
+    CONSTANTS_BLOCK,
+    CUDA_CONTEXT_BYTES,
+    FLOAT32,
+    GIB,
+    QUANTIZED_BLOCK,
+    Memory,
+    Storage,
+    Work,
+    find_largest,
+    predict_memory,
+)
+from tunebook.plan import Plan
+from tunebook.recipe.schema import Recipe
+from tunebook.recipe.upstream import lora_keys
+from tunebook.shapes import ModelShape, count_lora_parameters
+
+# Bytes of state for each trained weight, and bytes that a step computes with: the beginning of an optimizer's name.
+# 8-bit states are blocks of 256 with a float32 scale for each of two moments; foreach updates take a root apart.
+OPTIMIZERS: Final[Mapping[str, tuple[float, float]]] = {
+    "adamw_torch_fused": (8, 0), "adamw_torch": (8, 4), "adamw_bnb_8bit": (2 + 8 / 256, 0), "adamw_8bit": (2.03, 0),
+    "paged_adamw_8bit": (2 + 8 / 256, 0), "paged_adamw": (8, 0), "adamw_apex_fused": (8, 0), "adafactor": (0, 8),
+    "sgd": (0, 0), "adagrad": (4, 4), "rmsprop": (4, 4), "lion_8bit": (1 + 4 / 256, 0), "paged_lion_8bit": (1.02, 0),
+    "lion": (4, 0), "paged_lion": (4, 0), "ademamix_8bit": (3 + 12 / 256, 0), "ademamix": (12, 0),
+}  # fmt: skip
+# Above this share of a GPU what the allocator cannot reuse may be missing at the end.
+TIGHT = 0.9
+LARGEST_TRIED = 512
+# Rows and the longest row's tokens of the fullest micro-batch, for a number of rows per process.
+Fullest = Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted memory of one process, with activation checkpointing and without, for one micro-batch.
+
+    `rows` x `length` tokens is the micro-batch that was taken; `taken` says why. `gpu_bytes` is what was asked for, and
+    `largest_rows` the largest micro-batch that fits there in the recipe's own way (None: none does).
+    """
+
+    checkpointed: Memory
+    kept: Memory
+    activation_checkpointing: bool
+    rows: int
+    length: int
+    taken: str
+    context: int
+    assumed: tuple[str, ...]
+    gpu_bytes: int | None = None
+    largest_rows: int | None = None
+
+    @property
+    def planned(self) -> Memory:
+        """The memory of the way that the recipe chose."""
+        return self.checkpointed if self.activation_checkpointing else self.kept
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the device, its context included."""
+        return self.planned.total + self.context
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits on the GPU that was asked about; None without one."""
+        return None if self.gpu_bytes is None else self.needed <= self.gpu_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for --json."""
+        found = asdict(self)
+        for name in ("checkpointed", "kept"):
+            found[name]["total"] = getattr(self, name).total
+        return {**found, "needed": self.needed, "fits": self.fits}
+
+
+def plan_memory(
+    recipe: Recipe, plan: Plan, shape: ModelShape, fullest: Fullest | None, gpu_gib: float | None
+) -> MemoryPlan:
+    """Return the predicted memory of a process of this plan.
+
+    `fullest` tells the fullest micro-batch of the data; without it every row is taken to be as long as max_length.
+    """
+    assumed: list[str] = []
+    storage = storage_of(recipe, plan, shape, assumed)
+    size_of: Fullest = fullest or (lambda rows: (rows, plan.max_length))
+    rows, length = size_of(plan.per_device_train_batch_size)
+    taken = "the fullest micro-batch of the first epoch" if fullest else "every row as long as data.max_length"
+    work = work_of(recipe, plan, shape, (rows, length), assumed)
+    context = CUDA_CONTEXT_BYTES if plan.device_type == "cuda" or gpu_gib is not None else 0
+    limit = None if gpu_gib is None else round(gpu_gib * GIB)
+
+    def fits(size: int) -> bool:
+        there = work_of(recipe, with_micro_batch(recipe, plan, size), shape, size_of(size), [])
+        return limit is not None and predict_memory(shape, storage, there).total + context <= limit
+
+    largest = None if limit is None else find_largest(_sizes(recipe, plan), fits)
+    return MemoryPlan(
+        checkpointed=predict_memory(shape, storage, replace(work, checkpointing=True)),
+        kept=predict_memory(shape, storage, replace(work, checkpointing=False)),
+        activation_checkpointing=plan.activation_checkpointing,
+        rows=rows,
+        length=length,
+        taken=taken,
+        context=context,
+        assumed=tuple(assumed),
+        gpu_bytes=limit,
+        largest_rows=largest,
+    )
+
+
+def with_micro_batch(recipe: Recipe, plan: Plan, rows: int) -> Plan:
+    """Return the plan with another micro-batch: accumulation follows where the recipe gives the global batch."""
+    if recipe.batch.global_batch_size is None:
+        whole = plan.world_size * rows * plan.gradient_accumulation_steps
+        return replace(plan, per_device_train_batch_size=rows, global_batch_size=whole)
+    accumulation = plan.global_batch_size // (plan.world_size * rows)
+    return replace(plan, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+
+
+def storage_of(recipe: Recipe, plan: Plan, shape: ModelShape, assumed: list[str]) -> Storage:
+    """Return how this run keeps its numbers (model.py): what is trained in float32, the rest in the compute type."""
+    compute = FLOAT32 if plan.compute_dtype == "float32" else 2
+    optimizer, step = _optimizer_bytes(plan.optim, assumed)
+    quantized, constants = _quantization_bytes(recipe, shape)
+    is_full = recipe.lora is None
+    return Storage(
+        compute=compute,
+        residual=FLOAT32 if is_full else compute,
+        frozen=compute,
+        optimizer=optimizer,
+        step=step,
+        bucket=FLOAT32 if plan.world_size > 1 else 0,
+        copies=compute if compute < FLOAT32 else 0,
+        quantized=quantized,
+        constants=constants,
+        dequantized=compute if quantized else 0,
+        # Under autocast each layer converts its float32 input for itself; 4-bit layers take the compute type as it is.
+        converts_inputs=compute < FLOAT32 and not quantized,
+    )
+
+
+def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[int, int], assumed: list[str]) -> Work:
+    """Return what is trained, on a micro-batch given as rows and tokens of each."""
+    rows, length = micro_batch
+    adapter, rank = None, 0
+    if recipe.lora is not None:
+        rank = recipe.lora.get("r") or lora_keys()["r"].default
+        adapter = count_lora_parameters(shape, recipe.lora, rank)
+        if adapter is None:
+            adapter = count_lora_parameters(shape, {}, rank)
+            assumed.append("the adapter is counted as one on all linear layers")
+    eager = recipe.model.attn_implementation == "eager" or (
+        recipe.model.attn_implementation is None and shape.model_type == "gemma2"  # transformers: no sdpa with softcap
+    )
+    return Work(
+        rows=rows,
+        length=length,
+        adapter=adapter,
+        rank=rank,
+        checkpointing=plan.activation_checkpointing,
+        keeps_gradients=plan.gradient_accumulation_steps > 1,
+        masked=rows > 1 and not (recipe.model.attn_implementation or "").startswith("flash"),
+        eager_attention=eager,
+    )
+
+
+def _optimizer_bytes(name: str, assumed: list[str]) -> tuple[float, float]:
+    known = [beginning for beginning in OPTIMIZERS if name.startswith(beginning)]
+    if not known:
+        assumed.append(f"the states of {name} are counted as AdamW's")
+        return OPTIMIZERS["adamw_torch"]
+    return OPTIMIZERS[max(known, key=len)]
+
+
+def _quantization_bytes(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
+    """Return bytes per weight and bytes of constants per weight (bitsandbytes; Dettmers et al. 2023, section 3)."""
+    given = recipe.quantization
+    if given is None:
+        return 0, 0
+    if not given.get("load_in_4bit"):
+        return 1, FLOAT32 / shape.hidden_size  # a float32 scale for each row of a weight
+    if given.get("bnb_4bit_use_double_quant"):
+        return 0.5, 1 / QUANTIZED_BLOCK + FLOAT32 / QUANTIZED_BLOCK / CONSTANTS_BLOCK
+    return 0.5, FLOAT32 / QUANTIZED_BLOCK
+
+
+def _sizes(recipe: Recipe, plan: Plan) -> list[int]:
+    """Return the micro-batches that keep the global batch; with the classic pair any number does."""
+    if recipe.batch.global_batch_size is None:
+        return list(range(1, LARGEST_TRIED + 1))
+    share = plan.global_batch_size // plan.world_size
+    return [size for size in range(1, min(share, LARGEST_TRIED) + 1) if share % size == 0]
+
+
+def find_memory_warnings(memory: MemoryPlan, plan: Plan) -> list[tuple[str, str]]:
+    """Return what a user should know about the GPU that was asked about, each with its fix."""
+    if memory.gpu_bytes is None or memory.needed <= TIGHT * memory.gpu_bytes:
+        return []
+    share = f"{memory.needed / GIB:.1f} of {memory.gpu_bytes / GIB:g} GiB"
+    fixes = []
+    if memory.largest_rows and memory.largest_rows < plan.per_device_train_batch_size:
+        fixes.append(f"training.per_device_train_batch_size: {memory.largest_rows}")
+    if not memory.activation_checkpointing and memory.checkpointed.total < memory.kept.total:
+        fixes.append("training.activation_checkpointing: true")
+    fixes.append("a smaller data.max_length")
+    what = "does not fit: it needs" if memory.needed > memory.gpu_bytes else "fits with little to spare: it needs"
+    return [(f"a process {what} {share}", f"Set {', or '.join(fixes)}")]
