@@ -26,7 +26,7 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -q -rP -m long
 
-# A hundred SIGKILLs at random instants; every run must end as the one that nobody killed. About 10 minutes.
+# A hundred SIGKILLs at random instants; every run must end as the one that nobody killed. 6 to 10 minutes.
 torture: install
 	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
 
