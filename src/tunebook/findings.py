@@ -17,6 +17,8 @@ from tunebook.shapes import ModelShape
 
 # Modules of a known architecture beside the linear layers of its blocks, as far as LoRA can name them.
 OTHER_MODULES = {"lm_head", "embed_tokens"}
+# A private character that no vocabulary holds: byte-level tokenizers spell it, others write their unknown token.
+NO_TEXT = "\U0010fffd"
 MANY_EQUAL, MUCH_PADDING = 0.01, 0.2
 
 
@@ -60,8 +62,9 @@ def find_stop_problems(recipe: Recipe, tokenizer: Any, data: Prepared) -> list[P
     """
     stop, name = data.stop_token_id, recipe.model.name_or_path
     token = tokenizer.convert_ids_to_tokens(stop)
-    if token is None or stop == tokenizer.unk_token_id:
-        what = "unknown to the tokenizer" if token is None else f"{token}, which stands for unknown text as well"
+    is_unknown = token is not None and stop in tokenizer.encode(NO_TEXT, add_special_tokens=False)
+    if token is None or is_unknown:
+        what = f"{token}, which stands for unknown text as well" if is_unknown else "unknown to the tokenizer"
         fix = "Name a token of the vocabulary as eos_token in tokenizer_config.json, or mend the chat template"
         return [Problem(f"the token that ends a turn is {what} (id {stop})", fix, key="model.name_or_path")]
     problems = []
