@@ -41,6 +41,7 @@ ORDER = [
     "process_group",
     "launch",
     "shapes",
+    "attention",
     "randomness",
     "memory",
     "batch_arithmetic",

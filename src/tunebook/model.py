@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from tunebook.attention import check_rope
 from tunebook.errors import Problem, Refused
 from tunebook.lora_targets import ALL_LINEAR, check_lora_names
 from tunebook.places import check_model_path, is_local, local_path
@@ -167,13 +168,15 @@ def _lora_config(lora: Mapping[str, Any]) -> Any:
     return LoraConfig(**{"target_modules": ALL_LINEAR, **copy.deepcopy(dict(lora)), "task_type": "CAUSAL_LM"})
 
 
-def check_positions(recipe: Recipe, model: Any, longest_row: int) -> None:
-    """Raise Refused where a row is longer than the positions that the model knows."""
+def check_positions(recipe: Recipe, model: Any, longest_row: int, micro_batch: int) -> None:
+    """Raise Refused where a row is longer than the positions that the model knows, or than a micro-batch may mix."""
     positions = getattr(model.config, "max_position_embeddings", None)
     longest = min(longest_row, recipe.data.max_length)
     if positions is not None and longest > positions:
         message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
         raise _refusal(recipe, message, f"Set data.max_length: {positions}", key="data.max_length")
+    if problems := check_rope(recipe, getattr(model.config, "rope_parameters", None), longest_row, micro_batch):
+        raise Refused(problems)
 
 
 def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:

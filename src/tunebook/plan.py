@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tunebook.attention import attention_notes, check_attention
 from tunebook.batch_arithmetic import count_held_out, counted, derive_batches, scale_learning_rate
 from tunebook.errors import Problem, Refused
 from tunebook.randomness import random_notes
 from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import lora_keys, training_keys
-from tunebook.shapes import ModelShape, count_lora_parameters, find_shape
+from tunebook.shapes import ModelShape, count_lora_parameters, find_config, find_shape
 from tunebook.world import World
 
 OURS = "default of tunebook"
@@ -81,6 +82,8 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
     problems: list[Problem] = []
     dtype = _compute_dtype(recipe, world, bf16_supported, problems)
     _check_device(recipe, world, problems)
+    config = find_config(recipe.model.name_or_path, recipe.model.revision)
+    problems += check_attention(recipe, config)
     batches = derive_batches(recipe, world.num_processes, problems)
     if problems or batches is None:
         raise Refused(problems)
@@ -97,7 +100,7 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
     }
     return Plan(
         **{name: setting.value for name, setting in settings.items()},
-        notes=(*world.notes, *recipe.notes, *_notes(recipe, world, dtype.value)),
+        notes=(*world.notes, *recipe.notes, *_notes(recipe, world, dtype.value), *attention_notes(recipe, config)),
         origins={name: setting.origin for name, setting in settings.items()},
     )
 
