@@ -31,6 +31,7 @@ ORDER = [
     "recipe.contradictions",
     "recipe.reading",
     "recipe.hand_loop",
+    "recipe.copying",
     "recipe",
     "command_line",
     "refusal",
@@ -115,6 +116,9 @@ ORDER = [
     "whole_plan_text",
     "planning",
     "chat",
+    "new_recipe",
+    "group_trial",
+    "doctor",
     "cli",
 ]
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "bitsandbytes", "numpy", "pyarrow"}

@@ -65,7 +65,7 @@ def load_architecture(recipe: Recipe) -> Any:
 
 def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
     """Build the model without weights and raise Refused with every reason why this recipe cannot train it."""
-    hollow = _build_hollow(recipe, architecture)
+    hollow = build_hollow(recipe, architecture)
     if problems := _base_problems(recipe, architecture, hollow, tokenizer):
         raise Refused(problems)
     if recipe.lora is not None:
@@ -80,16 +80,9 @@ def find_model_problems(recipe: Recipe, tokenizer: Any) -> list[Problem]:
     try:
         with quiet_libraries():
             architecture = load_architecture(recipe)
-            return _base_problems(recipe, architecture, _build_hollow(recipe, architecture), tokenizer)
+            return _base_problems(recipe, architecture, build_hollow(recipe, architecture), tokenizer)
     except Refused as refused:
         return list(refused.problems) if is_local(recipe.model.name_or_path) else []
-
-
-def _build_hollow(recipe: Recipe, architecture: Any) -> Any:
-    with _refusing(recipe, "cannot be built"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
-        )
 
 
 def _base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: Any) -> list[Problem]:
@@ -98,6 +91,14 @@ def _base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: An
     if recipe.lora is not None:
         problems += check_lora_names(hollow, recipe.lora, recipe.path)
     return problems
+
+
+def build_hollow(recipe: Recipe, architecture: Any) -> Any:
+    """Return the model that a transformers config describes on the meta device: all modules, no weights."""
+    with _refusing(recipe, "cannot be built"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
+        )
 
 
 def keep_4bit_weights(model: Any) -> None:

@@ -6,6 +6,8 @@ from tunebook.errors import Problem, Refused
 from tunebook.places import is_local, local_path
 
 _KEY = "model.name_or_path"
+# How a refusal reads that says nothing about the model itself: nobody could look at it.
+HUB_SILENT = ("the Hub can't be reached", "couldn't connect", "is gated")
 # transformers makes an empty tokenizer, without a word, from a folder that has a config.json and none of these.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
