@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from tunebook.attention import check_rope
 from tunebook.errors import Problem, Refused
 from tunebook.lora_targets import ALL_LINEAR, check_lora_names
+from tunebook.mutated_start import changes_base, keep_start
+from tunebook.new_tokens import make_room, start_rows, trained_rows
 from tunebook.places import check_model_path, is_local, local_path
 from tunebook.plan import Plan
 from tunebook.quiet import quiet_libraries
@@ -44,7 +46,8 @@ def build_model(recipe: Recipe, plan: Plan, world: World, tokenizer: Any) -> Any
         architecture = load_architecture(recipe)
         check_base(recipe, architecture, tokenizer)
         base = load_base(recipe, plan, world)
-        model = base if recipe.lora is None else _add_adapter(base, recipe, recipe.lora)
+        _start_new_tokens(base, recipe, tokenizer)
+        model = base if recipe.lora is None else _add_adapter(base, recipe, _with_new_tokens(base, recipe, tokenizer))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -69,7 +72,9 @@ def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
     if problems := _base_problems(recipe, architecture, hollow, tokenizer):
         raise Refused(problems)
     if recipe.lora is not None:
-        _rehearse_adapter(hollow, recipe, recipe.lora)
+        if recipe.model.add_special_tokens:
+            make_room(hollow, tokenizer)
+        _rehearse_adapter(hollow, recipe, _with_new_tokens(hollow, recipe, tokenizer))
 
 
 def find_model_problems(recipe: Recipe, tokenizer: Any) -> list[Problem]:
@@ -150,7 +155,27 @@ def _add_adapter(base: Any, recipe: Recipe, lora: Mapping[str, Any]) -> Any:
     # Seeded here, at the last moment: whatever was drawn before, on this rank or in this world, no longer matters.
     torch.manual_seed(recipe.seed)
     with _refusing(recipe, "cannot take this adapter", key="lora"):
-        return get_peft_model(base, _lora_config(lora))
+        model = get_peft_model(base, _lora_config(lora))
+    if changes_base(lora):
+        keep_start(model)
+    return model
+
+
+def _start_new_tokens(base: Any, recipe: Recipe, tokenizer: Any) -> None:
+    if tokens := recipe.model.add_special_tokens:
+        make_room(base, tokenizer)
+        start_rows(base, tokenizer.convert_tokens_to_ids(tokens))
+
+
+def _with_new_tokens(base: Any, recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+    """Return the `lora` section with the rows of added tokens among what is trained, where no whole layer is."""
+    lora = dict(recipe.lora or {})
+    if tokens := recipe.model.add_special_tokens:
+        rows = trained_rows(base, tokenizer.convert_tokens_to_ids(tokens))
+        whole = {name.rpartition(".")[2] for name in lora.get("modules_to_save") or []}
+        rows = {name: ids for name, ids in rows.items() if name not in whole}
+        lora["trainable_token_indices"] = rows or None
+    return lora
 
 
 def _rehearse_adapter(hollow: Any, recipe: Recipe, lora: Mapping[str, Any]) -> None:
@@ -192,11 +217,12 @@ def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
 
 def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:
     num_rows = hollow.get_input_embeddings().num_embeddings
-    largest = max(tokenizer.get_vocab().values())
+    added = set(recipe.model.add_special_tokens or ())
+    largest = max(number for token, number in tokenizer.get_vocab().items() if token not in added)
     if largest < num_rows:
         return []
     message = f"the tokenizer has ids up to {largest}, the embedding of {recipe.model.name_or_path} has {num_rows} rows"
-    fix = "Give the tokenizer and the weights of one model; adding tokens is not supported"
+    fix = "Give the tokenizer and the weights of one model; new tokens are named in model.add_special_tokens"
     return [Problem(message, fix, recipe.path, "model.name_or_path")]
 
 

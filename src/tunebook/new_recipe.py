@@ -97,7 +97,7 @@ def write_new(target: Path, text: str, model: str) -> None:
 
 def look_at_model(recipe: Recipe) -> Look:
     """Return what the model's tokenizer and config say; raises Refused where they say it cannot be trained."""
-    from tunebook.data.tokenizer import HUB_SILENT, load_tokenizer
+    from tunebook.data.tokenizer import HUB_SILENT, tokenizer_of
     from tunebook.quiet import quiet_libraries
 
     with quiet_libraries():
@@ -105,7 +105,7 @@ def look_at_model(recipe: Recipe) -> Look:
         from tunebook.model import build_hollow, check_base, load_architecture
 
         try:
-            tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
+            tokenizer = tokenizer_of(recipe)
             architecture = load_architecture(recipe)
         except Refused as refused:
             said = refused.problems[0].message
