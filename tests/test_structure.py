@@ -25,6 +25,7 @@ ORDER = [
     "recipe.upstream",
     "recipe.values",
     "recipe.names",
+    "recipe.json_schema",
     "recipe.checking",
     "recipe.lora_checks",
     "recipe.data_checks",

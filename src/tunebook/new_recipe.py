@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def create_recipe(target: str, source: str, model: str) -> None:
     plan = build_plan(recipe, world_of(1, "cuda"))
     look = look_at_model(recipe)
     title = f"# {model}, copied from {origin.name}."
-    text = origin.read_bytes().decode("utf-8-sig")
+    text = with_schema(origin.read_bytes().decode("utf-8-sig"), origin, Path(target))
     write_new(Path(target), render_copy(text, model, title), model)
     console = build_console()
     console.print(f"{target}: {origin} with model.name_or_path: {model}", soft_wrap=True, markup=False)
@@ -78,6 +79,16 @@ def check_target(target: Path) -> None:
         problems.append(Problem(f"there is no folder {target.parent}", fix, str(target)))
     if problems:
         raise Refused(problems)
+
+
+def with_schema(text: str, origin: Path, target: Path) -> str:
+    """Return the text with the path of its JSON schema, relative to the recipe's folder, as target needs it."""
+
+    def moved(found: re.Match[str]) -> str:
+        schema = (origin.parent / found[2]).resolve()
+        return found[1] + (os.path.relpath(schema, target.parent.resolve()) if schema.is_file() else found[2])
+
+    return re.sub(r"(^# yaml-language-server: \$schema=)(\S+)", moved, text, count=1, flags=re.M)
 
 
 def write_new(target: Path, text: str, model: str) -> None:
