@@ -273,7 +273,7 @@ def test_whether_it_fits_a_gpu(typed):
 def test_a_gpu_without_bfloat16_refuses_it(typed, capsys):
     words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "1", "--gpu", "t4")
     message = refusal(typed, *words)
-    assert "--gpu t4 has no bfloat16" in message and "recipes/qwen7b_qlora.yaml:4: model.dtype" in message
+    assert "--gpu t4 has no bfloat16" in message and "recipes/qwen7b_qlora.yaml:6: model.dtype" in message
     assert "memory of a process" in capsys.readouterr().out  # the plan comes first
     assert "has no bfloat16" not in typed(*words, "model.dtype=float16")
 

@@ -2,12 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from checkout import ROOT
 from tiny_data import shared
+from tunebook.gpu_fit import load_gpu_sizes, plan_on_gpus, smallest_gpu
+from tunebook.memory import GIB
+from tunebook.memory_plan import find_memory_warnings, plan_memory
 from tunebook.plan import build_plan
 from tunebook.recipe.reading import load_recipe
 from tunebook.shapes import find_shape
@@ -71,6 +75,48 @@ def test_the_first_comment_names_the_hardware(path):
     assert found, first
     assert (found[1] is None) == (path.stem == "tiny_qlora")
     assert len(first) <= 120
+
+
+def test_what_the_plan_says_it_takes_fits_the_hardware_it_names(path):
+    """And with something to spare, but not on half of it."""
+    recipe = load_recipe(str(path))
+    found = HARDWARE.fullmatch(path.read_text(encoding="utf-8").splitlines()[0])
+    count, size = int(found[1] or 1), int(found[2] or 1)
+    plan, shape = build_plan(recipe, world_of(count, "cuda")), find_shape(recipe.model.name_or_path)
+    memory = plan_memory(recipe, plan, shape, None, size)
+    assert memory.fits and not find_memory_warnings(memory, plan)
+    assert memory.rows == recipe.arguments["per_device_train_batch_size"] and memory.length == recipe.data.max_length
+    if found[1]:
+        assert memory.needed > 0.5 * size * GIB
+    else:  # on the CPU it takes less than a gigabyte
+        assert memory.needed < GIB
+
+
+def readme_row(path: Path) -> str:
+    """Return what README says of a recipe: model, method, memory of a process by the plan, hardware."""
+    recipe = load_recipe(str(path))
+    found = HARDWARE.fullmatch(path.read_text(encoding="utf-8").splitlines()[0])
+    plan, shape = build_plan(recipe, world_of(1, "cuda")), find_shape(recipe.model.name_or_path)
+    memory = f"{plan_memory(recipe, plan, shape, None, None).needed / GIB:.1f} GiB"
+    hardware = f"{found[1]} x {found[2]} GB GPU" if found[1] else "2 CPU cores"
+    return f"| `{path.stem}` | {plan.model} | {plan.method} | {memory} | {hardware} |"
+
+
+def test_readme_lists_the_recipe(path):
+    assert readme_row(path) in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_gpus_are_named_by_their_sizes():
+    assert load_gpu_sizes() == (16, 24, 32, 40, 48, 80, 141)
+    recipe = load_recipe(str(ROOT / "recipes" / "qwen7b_qlora.yaml"))
+    plan, shape = build_plan(recipe, world_of(1, "cuda")), find_shape("Qwen/Qwen2.5-7B")
+    memory, largest = plan_on_gpus(recipe, plan, shape)
+    assert smallest_gpu(memory) == 16
+    assert list(largest) == list(load_gpu_sizes()) and largest[16] == 4
+    rows = list(largest.values())
+    assert rows == sorted(rows) and rows[0] < rows[-1]
+    huge = replace(memory, context=2**40)
+    assert smallest_gpu(huge) is None
 
 
 def test_a_qlora_recipe_reads_as_a_diff_of_the_7b_one(path):

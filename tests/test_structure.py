@@ -53,6 +53,7 @@ ORDER = [
     "data.making",
     "data.cache",
     "memory_plan",
+    "gpu_fit",
     "durations",
     "identity",
     "run_folder",

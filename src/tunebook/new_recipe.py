@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.gpu_fit import plan_on_gpus, smallest_gpu
 from tunebook.launch_command import render_launch
+from tunebook.memory import GIB
+from tunebook.memory_plan import MemoryPlan
 from tunebook.plan import Plan, build_plan
 from tunebook.plan_table import build_console, print_notes
 from tunebook.recipe.copying import render_copy
@@ -17,6 +20,8 @@ from tunebook.recipe.reading import load_recipe
 from tunebook.recipe.schema import Recipe
 from tunebook.shapes import ModelShape, find_shape
 from tunebook.world import world_of
+
+OnGpus = tuple[MemoryPlan, dict[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,15 @@ def create_recipe(target: str, source: str, model: str) -> None:
     recipe = load_recipe(str(origin), overrides)
     plan = build_plan(recipe, world_of(1, "cuda"))
     look = look_at_model(recipe)
-    title = f"# {model}, copied from {origin.name}."
+    shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
+    memory = None if shape is None else plan_on_gpus(recipe, plan, shape)
+    title = f"# {model}, copied from {origin.name}.{_hardware(memory)}"
     text = with_schema(origin.read_bytes().decode("utf-8-sig"), origin, Path(target))
     write_new(Path(target), render_copy(text, model, title), model)
     console = build_console()
     console.print(f"{target}: {origin} with model.name_or_path: {model}", soft_wrap=True, markup=False)
-    shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
-    for what, text in (*(look.lines or _known(shape)), *_planned(plan, shape), *_commands(target)):
+    told = (*(look.lines or _known(shape)), *_planned(plan, shape), *_tell_memory(memory), *_commands(target))
+    for what, text in told:
         console.print(f"  {what:<11}{text}", soft_wrap=True, markup=False)
     notes = [f"{look.unread}; the recipe is written all the same"] if look.unread else []
     print_notes([*plan.notes, *notes], console)
@@ -155,6 +162,20 @@ def _planned(plan: Plan, shape: ModelShape | None) -> Iterator[tuple[str, str]]:
         yield "method", plan.method
     else:
         yield "method", f"{plan.method}, {trained:,} parameters trained ({trained / shape.num_parameters:.1%})"
+
+
+def _hardware(memory: OnGpus | None) -> str:
+    size = None if memory is None else smallest_gpu(memory[0])
+    return "" if size is None else f" Hardware: 1 x {size} GB GPU, by its plan"
+
+
+def _tell_memory(memory: OnGpus | None) -> Iterator[tuple[str, str]]:
+    if memory is None:
+        return
+    planned, largest = memory
+    yield "memory", f"{planned.needed / GIB:.1f} GiB for {planned.rows} rows of {planned.length:,} tokens at once"
+    sizes = [f"{size} GiB: {f'up to {rows}' if rows else 'none'}" for size, rows in largest.items()]
+    yield "rows", ", ".join(sizes)
 
 
 def _known(shape: ModelShape | None) -> Iterator[tuple[str, str]]:

@@ -222,6 +222,8 @@ def _base(recipe: Recipe, shape: ModelShape | None) -> dict[str, Setting]:
         rank = recipe.lora.get("r") or lora_keys()["r"].default
         trainable = count_lora_parameters(shape, recipe.lora, rank)
         reason = f"rank {rank} x (inputs + outputs) of each target" if trainable else reason
+    if recipe.model.add_special_tokens:  # their rows are trained as well
+        trainable, reason = None, "known once the model is loaded"
     method_origin = "no lora section" if recipe.lora is None else "lora section, no quantization section"
     if recipe.quantization is not None:
         method_origin = "quantization and lora sections"

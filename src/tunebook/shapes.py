@@ -132,6 +132,8 @@ def count_lora_parameters(shape: ModelShape, lora: Mapping[str, Any], rank: int)
     if set(lora) - {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "bias"}:
         return None
     targets = lora.get("target_modules") or "all-linear"
+    if lora.get("init_lora_weights") == "mica":  # trains A alone
+        return None
     if lora.get("bias", "none") != "none" or (isinstance(targets, str) and targets != "all-linear"):
         return None
     names = {name for name, _, _ in shape.linears}
