@@ -25,14 +25,14 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
 
     # torch, transformers, peft and datasets take seconds to import; only an accepted recipe pays for them.
     from tunebook.data.prepare import prepare_data
-    from tunebook.data.tokenizer import load_tokenizer
+    from tunebook.data.tokenizer import tokenizer_of
     from tunebook.process_group import process_group
     from tunebook.training.ending import is_finished, show_result
     from tunebook.training.ready import build_run
     from tunebook.training.run import train
     from tunebook.training.starting import find_start
 
-    tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
+    tokenizer = tokenizer_of(recipe)
     data = prepare_data(recipe, tokenizer)
     plan = plan_with_data(plan, data, world)
     with process_group(world, recipe.ddp_timeout):

@@ -56,11 +56,13 @@ def test_what_it_does_or_need_not_do_is_accepted(recipe_of, line):
     check_hand_loop(recipe_of(line))
 
 
-def test_shipped_recipes_can_be_trained_by_hand():
-    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
-    assert recipes
-    for path in recipes:
-        check_hand_loop(load_recipe(str(path), ()))
+def test_shipped_recipes_with_the_usual_optimizer_can_be_trained_by_hand():
+    recipes = [load_recipe(str(path), ()) for path in sorted((ROOT / "recipes").glob("*.yaml"))]
+    others = {recipe.stem for recipe in recipes if "optim" in recipe.arguments}
+    assert others == {"qwen7b_full"}, "8-bit states, without which it fits no GPU"
+    for recipe in recipes:
+        if recipe.stem not in others:
+            check_hand_loop(recipe)
 
 
 def test_a_failure_of_all_ranks_is_said_by_rank_0_alone_and_one_of_a_rank_by_itself(capsys, monkeypatch):

@@ -244,7 +244,7 @@ def test_every_shipped_recipe_loads_and_plans(recipe):
 def test_plan_as_json_for_a_world_that_is_not_there(typed):
     words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4", "--rows", "52002", "--json")
     plan = json.loads(typed(*words, "training.learning_rate=1e-4"))
-    assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 2)
+    assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 4)
     assert (plan["num_optimizer_steps"], plan["num_eval_rows"]) == (2391, 1040)
     assert (plan["learning_rate"], plan["origins"]["learning_rate"]) == (1e-4, "command line")
     assert set(plan["origins"]) == set(plan) - {"origins", "notes", "data", "memory", "time", "findings", "unknown"}
@@ -273,14 +273,14 @@ def test_whether_it_fits_a_gpu(typed):
 def test_a_gpu_without_bfloat16_refuses_it(typed, capsys):
     words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "1", "--gpu", "t4")
     message = refusal(typed, *words)
-    assert "--gpu t4 has no bfloat16" in message and "recipes/qwen7b_qlora.yaml:4: model.dtype" in message
+    assert "--gpu t4 has no bfloat16" in message and "recipes/qwen7b_qlora.yaml:6: model.dtype" in message
     assert "memory of a process" in capsys.readouterr().out  # the plan comes first
     assert "has no bfloat16" not in typed(*words, "model.dtype=float16")
 
 
 def test_plan_as_a_table_needs_neither_hub_nor_rows(typed):
     table = typed("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4")
-    assert "4 processes x 8 rows x 2 micro-steps = 64 rows per step" in table
+    assert "4 processes x 4 rows x 4 micro-steps = 64 rows per step" in table
     assert "training rows" in table and "unknown" in table
     assert not (ROOT / "runs" / "qwen7b_qlora").exists()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.lora_targets import ALL_LINEAR, short_names
+from tunebook.mutated_start import as_plain_lora, has_kept_start, plain_config
+from tunebook.new_tokens import largest_id
 from tunebook.places import is_local
 from tunebook.quiet import quiet_libraries
 from tunebook.recipe.schema import Recipe
@@ -28,25 +30,35 @@ def write_adapter(model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop
                 model.save_pretrained(beside)
                 notes: tuple[str, ...] = ()
             else:
-                write_adapter_weights(model, beside)
-                notes = _write_adapter_config(model, recipe, beside)
+                _write_tensors(exported_tensors(model), beside)
+                notes = _write_adapter_config(model, tokenizer, recipe, beside)
             tokenizer.save_pretrained(beside)
         _write_generation_config(model, tokenizer, stop_token_id, beside)
     return notes
 
 
 def write_adapter_weights(model: Any, folder: Path) -> None:
-    """Write `adapter_model.safetensors` of a PeftModel into an existing folder."""
+    """Write `adapter_model.safetensors` of a PeftModel into an existing folder, as a checkpoint needs it."""
+    _write_tensors(adapter_tensors(model), folder)
+
+
+def _write_tensors(tensors: Mapping[str, Any], folder: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file(adapter_tensors(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def exported_tensors(model: Any) -> dict[str, Any]:
+    """Return the tensors of what a run gives to others: as they were trained, or as plain LoRA on an unchanged base."""
+    tensors = adapter_tensors(model)
+    return as_plain_lora(model, tensors) if has_kept_start(model) else tensors
 
 
 def adapter_tensors(model: Any) -> dict[str, Any]:
     """Return what a run trains, by name, on the CPU: the adapter's tensors, or all weights of a full fine-tune."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    # The vocabulary is never resized here, so the base's embedding has no place in the adapter; asking peft to decide
+    # The base's embedding has no place in the adapter, which holds the rows of new tokens itself; asking peft to decide
     # ("auto") makes it look for the base on the Hub.
     is_adapter = isinstance(model, PeftModel)
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False) if is_adapter else model.state_dict()
@@ -64,7 +76,7 @@ def tensor_sha256(tensors: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _write_adapter_config(model: Any, recipe: Recipe, folder: Path) -> tuple[str, ...]:
+def _write_adapter_config(model: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> tuple[str, ...]:
     """Write peft's own fields, in the order that makes two runs equal, with the base under its public name."""
     written = model.peft_config["default"].to_dict()
     given = (recipe.lora or {}).get("target_modules", ALL_LINEAR)
@@ -75,6 +87,12 @@ def _write_adapter_config(model: Any, recipe: Recipe, folder: Path) -> tuple[str
     if isinstance(written["target_modules"], list):
         written["target_modules"] = sorted(written["target_modules"])
     base, revision, notes = _public_base(model, recipe)
+    rows = model.get_base_model().get_input_embeddings().weight.shape[0]
+    if recipe.model.add_special_tokens and rows == largest_id(tokenizer) + 1:
+        notes += (f"a base with fewer rows is resized to {rows} first; AutoPeftModelForCausalLM does it by itself",)
+    if has_kept_start(model):
+        notes += (f"it started from the base's own weights, and is saved as plain LoRA of rank {2 * written['r']}",)
+        written |= plain_config(written)
     written |= {"base_model_name_or_path": base, "revision": revision, "inference_mode": True}
     _write_json(folder / "adapter_config.json", written)
     return notes

@@ -69,6 +69,7 @@ def load_trained(recipe: Recipe, plan: Plan) -> Trained:
         from tunebook.data.chat_prompts import build_prompts
         from tunebook.data.tokenizer import load_tokenizer
         from tunebook.model import load_base
+        from tunebook.new_tokens import make_room
 
     folder = Path(plan.adapter_dir)
     tokenizer = load_tokenizer(str(folder))
@@ -78,7 +79,10 @@ def load_trained(recipe: Recipe, plan: Plan) -> Trained:
             whole = recipe.model.model_copy(update={"name_or_path": str(folder), "revision": None})
             model = load_base(replace(recipe, model=whole), plan, world)
         else:
-            model = PeftModel.from_pretrained(load_base(recipe, plan, world), folder)
+            base = load_base(recipe, plan, world)
+            if recipe.model.add_special_tokens:
+                make_room(base, tokenizer)
+            model = PeftModel.from_pretrained(base, folder)
     # Another template than the Alpaca text was saved with the tokenizer.
     template = "alpaca" if recipe.data.template == "alpaca" else "auto"
     return Trained(model.eval(), tokenizer, build_prompts(tokenizer, template))

@@ -69,6 +69,29 @@ def chat(run: Annotated[str, typer.Argument(help="The run folder, for example ru
     answer(run, sys.stdin)
 
 
+@app.command(help="Copy a recipe for another model, look at that model, and say what was found.")
+def new(
+    target: Annotated[str, typer.Argument(help="The recipe to write, for example recipes/mine.yaml.")],
+    model: Annotated[str, typer.Option("--model", help="A Hub id, or a local folder.")],
+    source: Annotated[str, typer.Option("--from", help="The recipe to copy: its name or its path.")] = "qwen7b_qlora",
+) -> None:
+    """Write the copy and print what was found."""
+    from tunebook.new_recipe import create_recipe
+
+    create_recipe(target, source, model)
+
+
+@app.command(help="Say what is installed, what of it is known to misbehave, and whether processes can form a group.")
+def doctor(
+    num_processes: Annotated[int, typer.Option("--num-processes", min=2, help="Processes of the group.")] = 2,
+    time_limit: Annotated[float, typer.Option("--time-limit", min=1, help="Seconds that a group may take.")] = 60,
+) -> None:
+    """Print the report; the exit code is 1 where something found would stop a run."""
+    from tunebook.doctor import examine
+
+    raise typer.Exit(examine(num_processes, time_limit))
+
+
 def main() -> None:
     """Run the command and leave with its exit code; a refusal is one message and exit code 2."""
     try:

@@ -15,8 +15,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from tunebook.attention import check_rope
 from tunebook.errors import Problem, Refused
 from tunebook.lora_targets import ALL_LINEAR, check_lora_names
+from tunebook.mutated_start import changes_base, keep_start
+from tunebook.new_tokens import make_room, start_rows, trained_rows
 from tunebook.places import check_model_path, is_local, local_path
 from tunebook.plan import Plan
 from tunebook.quiet import quiet_libraries
@@ -43,7 +46,8 @@ def build_model(recipe: Recipe, plan: Plan, world: World, tokenizer: Any) -> Any
         architecture = load_architecture(recipe)
         check_base(recipe, architecture, tokenizer)
         base = load_base(recipe, plan, world)
-        model = base if recipe.lora is None else _add_adapter(base, recipe, recipe.lora)
+        _start_new_tokens(base, recipe, tokenizer)
+        model = base if recipe.lora is None else _add_adapter(base, recipe, _with_new_tokens(base, recipe, tokenizer))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -64,11 +68,13 @@ def load_architecture(recipe: Recipe) -> Any:
 
 def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
     """Build the model without weights and raise Refused with every reason why this recipe cannot train it."""
-    hollow = _build_hollow(recipe, architecture)
+    hollow = build_hollow(recipe, architecture)
     if problems := _base_problems(recipe, architecture, hollow, tokenizer):
         raise Refused(problems)
     if recipe.lora is not None:
-        _rehearse_adapter(hollow, recipe, recipe.lora)
+        if recipe.model.add_special_tokens:
+            make_room(hollow, tokenizer)
+        _rehearse_adapter(hollow, recipe, _with_new_tokens(hollow, recipe, tokenizer))
 
 
 def find_model_problems(recipe: Recipe, tokenizer: Any) -> list[Problem]:
@@ -79,16 +85,9 @@ def find_model_problems(recipe: Recipe, tokenizer: Any) -> list[Problem]:
     try:
         with quiet_libraries():
             architecture = load_architecture(recipe)
-            return _base_problems(recipe, architecture, _build_hollow(recipe, architecture), tokenizer)
+            return _base_problems(recipe, architecture, build_hollow(recipe, architecture), tokenizer)
     except Refused as refused:
         return list(refused.problems) if is_local(recipe.model.name_or_path) else []
-
-
-def _build_hollow(recipe: Recipe, architecture: Any) -> Any:
-    with _refusing(recipe, "cannot be built"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
-        )
 
 
 def _base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: Any) -> list[Problem]:
@@ -97,6 +96,14 @@ def _base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: An
     if recipe.lora is not None:
         problems += check_lora_names(hollow, recipe.lora, recipe.path)
     return problems
+
+
+def build_hollow(recipe: Recipe, architecture: Any) -> Any:
+    """Return the model that a transformers config describes on the meta device: all modules, no weights."""
+    with _refusing(recipe, "cannot be built"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
+        )
 
 
 def keep_4bit_weights(model: Any) -> None:
@@ -148,7 +155,27 @@ def _add_adapter(base: Any, recipe: Recipe, lora: Mapping[str, Any]) -> Any:
     # Seeded here, at the last moment: whatever was drawn before, on this rank or in this world, no longer matters.
     torch.manual_seed(recipe.seed)
     with _refusing(recipe, "cannot take this adapter", key="lora"):
-        return get_peft_model(base, _lora_config(lora))
+        model = get_peft_model(base, _lora_config(lora))
+    if changes_base(lora):
+        keep_start(model)
+    return model
+
+
+def _start_new_tokens(base: Any, recipe: Recipe, tokenizer: Any) -> None:
+    if tokens := recipe.model.add_special_tokens:
+        make_room(base, tokenizer)
+        start_rows(base, tokenizer.convert_tokens_to_ids(tokens))
+
+
+def _with_new_tokens(base: Any, recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+    """Return the `lora` section with the rows of added tokens among what is trained, where no whole layer is."""
+    lora = dict(recipe.lora or {})
+    if tokens := recipe.model.add_special_tokens:
+        rows = trained_rows(base, tokenizer.convert_tokens_to_ids(tokens))
+        whole = {name.rpartition(".")[2] for name in lora.get("modules_to_save") or []}
+        rows = {name: ids for name, ids in rows.items() if name not in whole}
+        lora["trainable_token_indices"] = rows or None
+    return lora
 
 
 def _rehearse_adapter(hollow: Any, recipe: Recipe, lora: Mapping[str, Any]) -> None:
@@ -167,13 +194,15 @@ def _lora_config(lora: Mapping[str, Any]) -> Any:
     return LoraConfig(**{"target_modules": ALL_LINEAR, **copy.deepcopy(dict(lora)), "task_type": "CAUSAL_LM"})
 
 
-def check_positions(recipe: Recipe, model: Any, longest_row: int) -> None:
-    """Raise Refused where a row is longer than the positions that the model knows."""
+def check_positions(recipe: Recipe, model: Any, longest_row: int, micro_batch: int) -> None:
+    """Raise Refused where a row is longer than the positions that the model knows, or than a micro-batch may mix."""
     positions = getattr(model.config, "max_position_embeddings", None)
     longest = min(longest_row, recipe.data.max_length)
     if positions is not None and longest > positions:
         message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
         raise _refusal(recipe, message, f"Set data.max_length: {positions}", key="data.max_length")
+    if problems := check_rope(recipe, getattr(model.config, "rope_parameters", None), longest_row, micro_batch):
+        raise Refused(problems)
 
 
 def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
@@ -188,11 +217,12 @@ def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
 
 def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:
     num_rows = hollow.get_input_embeddings().num_embeddings
-    largest = max(tokenizer.get_vocab().values())
+    added = set(recipe.model.add_special_tokens or ())
+    largest = max(number for token, number in tokenizer.get_vocab().items() if token not in added)
     if largest < num_rows:
         return []
     message = f"the tokenizer has ids up to {largest}, the embedding of {recipe.model.name_or_path} has {num_rows} rows"
-    fix = "Give the tokenizer and the weights of one model; adding tokens is not supported"
+    fix = "Give the tokenizer and the weights of one model; new tokens are named in model.add_special_tokens"
     return [Problem(message, fix, recipe.path, "model.name_or_path")]
 
 

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tunebook.attention import attention_notes, check_attention
 from tunebook.batch_arithmetic import count_held_out, counted, derive_batches, scale_learning_rate
 from tunebook.errors import Problem, Refused
 from tunebook.randomness import random_notes
 from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import lora_keys, training_keys
-from tunebook.shapes import ModelShape, count_lora_parameters, find_shape
+from tunebook.shapes import ModelShape, count_lora_parameters, find_config, find_shape
 from tunebook.world import World
 
 OURS = "default of tunebook"
@@ -81,6 +82,8 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
     problems: list[Problem] = []
     dtype = _compute_dtype(recipe, world, bf16_supported, problems)
     _check_device(recipe, world, problems)
+    config = find_config(recipe.model.name_or_path, recipe.model.revision)
+    problems += check_attention(recipe, config)
     batches = derive_batches(recipe, world.num_processes, problems)
     if problems or batches is None:
         raise Refused(problems)
@@ -97,7 +100,7 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
     }
     return Plan(
         **{name: setting.value for name, setting in settings.items()},
-        notes=(*world.notes, *recipe.notes, *_notes(recipe, world, dtype.value)),
+        notes=(*world.notes, *recipe.notes, *_notes(recipe, world, dtype.value), *attention_notes(recipe, config)),
         origins={name: setting.origin for name, setting in settings.items()},
     )
 
@@ -219,6 +222,8 @@ def _base(recipe: Recipe, shape: ModelShape | None) -> dict[str, Setting]:
         rank = recipe.lora.get("r") or lora_keys()["r"].default
         trainable = count_lora_parameters(shape, recipe.lora, rank)
         reason = f"rank {rank} x (inputs + outputs) of each target" if trainable else reason
+    if recipe.model.add_special_tokens:  # their rows are trained as well
+        trainable, reason = None, "known once the model is loaded"
     method_origin = "no lora section" if recipe.lora is None else "lora section, no quantization section"
     if recipe.quantization is not None:
         method_origin = "quantization and lora sections"

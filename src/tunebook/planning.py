@@ -41,9 +41,9 @@ def plan_with_data(plan: Plan, data: "PreparedData", world: World) -> Plan:
 def prepare_ahead(recipe: Recipe) -> None:
     """Prepare the data of an accepted recipe as a run of it would, and print what became of every row."""
     from tunebook.data.prepare import prepare_data
-    from tunebook.data.tokenizer import load_tokenizer
+    from tunebook.data.tokenizer import tokenizer_of
 
-    data = prepare_data(recipe, load_tokenizer(recipe.model.name_or_path, recipe.model.revision))
+    data = prepare_data(recipe, tokenizer_of(recipe))
     console = build_console()
     print_notes((*recipe.notes, *data.notes), console)
     console.print(render_data(data, recipe.data.max_length), soft_wrap=True, markup=False)

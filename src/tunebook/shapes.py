@@ -56,7 +56,7 @@ def _find_config(name_or_path: str, revision: str | None) -> tuple[Mapping[str, 
     if local.is_file():
         return _load_config(local), f"{name_or_path}/config.json"
     known = json.loads(files("tunebook").joinpath("facts/models.json").read_text(encoding="utf-8"))["models"]
-    for name in (name_or_path, name_or_path.removesuffix("-Instruct")):
+    for name in (name_or_path, name_or_path.removesuffix("-Instruct"), name_or_path.removesuffix("-it")):
         if name in known:
             return known[name]["config"], "facts/models.json"
     from huggingface_hub import try_to_load_from_cache
@@ -132,6 +132,8 @@ def count_lora_parameters(shape: ModelShape, lora: Mapping[str, Any], rank: int)
     if set(lora) - {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "bias"}:
         return None
     targets = lora.get("target_modules") or "all-linear"
+    if lora.get("init_lora_weights") == "mica":  # trains A alone
+        return None
     if lora.get("bias", "none") != "none" or (isinstance(targets, str) and targets != "all-linear"):
         return None
     names = {name for name, _, _ in shape.linears}

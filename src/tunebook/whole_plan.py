@@ -179,11 +179,11 @@ def _find_incomplete(recipe: Recipe) -> list[str]:
 def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding]) -> tuple[Plan, DataPart]:
     """Prepare the data, or find it prepared; return the plan for its rows, and add what is found to `findings`."""
     from tunebook.data.prepare import prepare_data
-    from tunebook.data.tokenizer import load_tokenizer
+    from tunebook.data.tokenizer import tokenizer_of
     from tunebook.model import find_model_problems
     from tunebook.padding import measure_padding
 
-    tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
+    tokenizer = tokenizer_of(recipe)
     prepared = prepare_data(recipe, tokenizer)
     origins = {"num_train_rows": "prepared data", "num_eval_rows": "prepared data"}
     plan = with_split(plan, prepared.num_train_rows, prepared.num_eval_rows, origins)

@@ -3,9 +3,13 @@
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.new_tokens import add_tokens
 from tunebook.places import is_local, local_path
+from tunebook.recipe.schema import Recipe
 
 _KEY = "model.name_or_path"
+# How a refusal reads that says nothing about the model itself: nobody could look at it.
+HUB_SILENT = ("the Hub can't be reached", "couldn't connect", "is gated")
 # transformers makes an empty tokenizer, without a word, from a folder that has a config.json and none of these.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -30,6 +34,14 @@ def load_tokenizer(name_or_path: str, revision: str | None = None) -> Any:
             message = f"the tokenizer of {name_or_path} has no pad, unk or eos token"
             raise Refused(Problem(message, "Set pad_token in tokenizer_config.json", key=_KEY))
         tokenizer.pad_token = stand_in
+    return tokenizer
+
+
+def tokenizer_of(recipe: Recipe) -> Any:
+    """Return the tokenizer of a recipe's model, with the tokens that the recipe adds to it; see `load_tokenizer`."""
+    tokenizer = load_tokenizer(recipe.model.name_or_path, recipe.model.revision)
+    if recipe.model.add_special_tokens:
+        add_tokens(tokenizer, recipe.model.add_special_tokens)
     return tokenizer
 
 

@@ -58,7 +58,7 @@ def check_sources(sections: Sections, report: Report) -> None:
     """Report what can't stand beside `data.sources`, and keys of a source that have no effect on it."""
     sources = sections.get("data.sources")
     if sources is None:
-        if sections.get("data.path") is None and sections.has("data"):
+        if sections.get("data.path") is None and sections.sections:  # nothing is asked of a text that is no recipe
             report("data.path", "is missing", "A recipe names its model and its data: set data.path or data.sources")
         return
     if sections.get("data.path") is not None:

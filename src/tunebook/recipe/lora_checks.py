@@ -9,8 +9,10 @@ from tunebook.recipe.values import nearest_word, shown
 # What init_lora_weights takes beside true and false; pissa_niter_N is one more.
 STARTS = ("gaussian", "olora", "pissa", "orthogonal", "mica", "corda", "eva", "loftq")
 # These draw the adapter from the base's own weights, which must be there unquantised.
-NEED_WEIGHTS = ("pissa", "olora", "orthogonal")
-NEED_DATA = ("corda", "eva", "loftq")
+NEED_WEIGHTS = ("pissa", "olora", "orthogonal", "mica")
+NEED_DATA = ("corda", "eva")
+# These take their part out of the base weights, and come out as the plain LoRA that puts it back.
+CHANGE_BASE = ("pissa", "olora")
 
 
 def _check_targets(sections: Sections, report: Report) -> None:
@@ -59,11 +61,37 @@ def _check_start(sections: Sections, report: Report) -> None:
         near = nearest_word(start, STARTS)
         allowed = f"true, false, pissa_niter_N or {', '.join(STARTS)}"
         report(key, f"got {shown(start)}, expected {allowed}", f"Nearest: {near}" if near else "Use true")
+    elif kind == "loftq":
+        message = "loftq quantises the base once more, on a GPU alone, in a pass of its own before training"
+        report(key, message, "Use true; the base is quantised by the quantization section")
     elif kind in NEED_DATA:
-        report(key, f"{start} needs a pass of its own before training", "Use true or gaussian")
+        report(key, f"{start} needs a pass of its own over data before training", "Use true or gaussian")
+    elif kind in CHANGE_BASE and sections.get("lora.use_dora"):
+        message = f"{start} changes the base, and what DoRA learns beside it fits no other base"
+        report("lora.use_dora", message, "Remove it, or set init_lora_weights: true")
     elif kind in NEED_WEIGHTS and sections.has("quantization"):
         fix = "Remove the quantization section, or use true or gaussian"
-        report(key, f"{start} is drawn from the base weights, which are quantised", fix)
+        report(key, f"{start} is made from the base weights, which are quantised", fix)
+
+
+def _check_dora(sections: Sections, report: Report) -> None:
+    if sections.get("lora.use_dora") and sections.get("quantization.load_in_8bit"):
+        # peft 0.21 takes the scales of 8-bit weights before their first use, and bitsandbytes 0.50 then has none.
+        fix = "Use load_in_4bit: true, or remove use_dora"
+        report("lora.use_dora", "DoRA on an 8-bit base stops at the first step", fix)
+
+
+def _check_new_tokens(sections: Sections, report: Report) -> None:
+    key, tokens = "model.add_special_tokens", sections.get("model.add_special_tokens") or []
+    blank = [token for token in tokens if not token.strip()]
+    if blank:
+        report(key, f"{shown(blank[0])} is no token", "Name tokens such as <|tool|>")
+    twice = sorted({token for token in tokens if tokens.count(token) > 1})
+    if twice:
+        report(key, f"{', '.join(twice)} is named twice", "Keep it once")
+    if tokens and sections.get("lora.trainable_token_indices") is not None:
+        message = "is given beside model.add_special_tokens, whose rows are trained"
+        report("lora.trainable_token_indices", message, "Remove it")
 
 
 def _regex_error(pattern: object) -> str:
@@ -74,4 +102,12 @@ def _regex_error(pattern: object) -> str:
     return ""
 
 
-LORA_CHECKS = (_check_targets, _check_layers, _check_patterns, _check_token_indices, _check_start)
+LORA_CHECKS = (
+    _check_targets,
+    _check_layers,
+    _check_patterns,
+    _check_token_indices,
+    _check_start,
+    _check_dora,
+    _check_new_tokens,
+)

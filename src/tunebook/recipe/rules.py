@@ -63,6 +63,7 @@ REFUSED_LORA: Final[Mapping[str, tuple[str, str]]] = {
     "megatron_config": ("the model is not sharded by Megatron", "Remove it"),
     "megatron_core": ("the model is not sharded by Megatron", "Remove it"),
     "fan_in_fan_out": ("peft finds out by itself which layers store their weights so", "Remove it"),
+    "layer_replication": ("transformers keeps a kind for each layer, which peft does not repeat", "Remove it"),
     "ensure_weight_tying": ("tied copies of a layer cannot be saved in one file", "Remove it"),
 }
 

@@ -19,6 +19,9 @@ class ModelSection(Section):
     name_or_path: str = Field(min_length=1, description="A Hub id, or a local folder.")
     revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a Hub model.")
     base_id: str | None = Field(None, min_length=1, description="The public name of a base loaded from a folder.")
+    add_special_tokens: list[str] | None = Field(
+        None, min_length=1, description="New tokens of the vocabulary; their rows alone are trained beside the adapter."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Compute type. auto: bfloat16 on a GPU that has it, float32 elsewhere."
     )

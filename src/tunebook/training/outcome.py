@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from transformers import TrainerState
 
-from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
+from tunebook.adapter import exported_tensors, tensor_sha256, write_adapter
 from tunebook.data.prepare import write_quarantine
 from tunebook.errors import Interrupted, TrainingFailed
 from tunebook.training.agreement import check_replicas
@@ -152,7 +152,7 @@ def complete_summary(
         peak_memory_bytes=int(peak) or None,
         wall_seconds=run.wall.seconds,
         adapter_dir=run.plan.adapter_dir,
-        adapter_sha256=tensor_sha256(adapter_tensors(trainer.model)),
+        adapter_sha256=tensor_sha256(exported_tensors(trainer.model)),
     )
 
 

@@ -62,7 +62,7 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
         batches = build_train_batches(lengths, layout, recipe.data_seed, arguments.dataloader_drop_last)
         check_schedule(arguments, plan)
         model = build_model(recipe, plan, world, tokenizer)
-        check_positions(recipe, model, data.longest_row)
+        check_positions(recipe, model, data.longest_row, plan.per_device_train_batch_size)
         if recipe.data.packing:
             check_rows_apart(recipe, model, plan.compute_dtype)
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, wall)

@@ -1,0 +1,51 @@
+"""Which attention a model can have: what transformers chooses by itself is said, what it cannot do is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunebook.errors import Problem
+from tunebook.recipe.schema import Recipe
+
+# These compute scores without the cap that Gemma2 puts on them (50 tanh(score / 50); Gemma Team 2024, section 2).
+CANNOT_CAP = ("sdpa",)
+
+
+def caps_scores(config: Mapping[str, Any]) -> bool:
+    """Whether a model bounds its attention scores by a tanh, as its transformers config tells."""
+    cap: Any = config.get("attn_logit_softcapping", config.get("model_type") == "gemma2")
+    return bool(cap)
+
+
+def check_attention(recipe: Recipe, config: Mapping[str, Any] | None) -> list[Problem]:
+    """Return why the attention that the recipe names cannot serve the model; empty where it can, or is not known."""
+    attention = recipe.model.attn_implementation
+    if attention not in CANNOT_CAP or not caps_scores(config or {}):
+        return []
+    message = f"{attention} cannot cap attention scores, as {recipe.model.name_or_path} does"
+    fix = "Remove it (eager is used then), or use flash_attention_2 on GPUs"
+    return [Problem(message, fix, recipe.path, "model.attn_implementation")]
+
+
+def attention_notes(recipe: Recipe, config: Mapping[str, Any] | None) -> list[str]:
+    """Return what is chosen where the recipe names no attention and the model cannot have the usual one."""
+    if recipe.model.attn_implementation is not None or not caps_scores(config or {}):
+        return []
+    return ["attention is eager, as the model caps its scores and sdpa cannot; flash_attention_2 can, on GPUs"]
+
+
+def check_rope(recipe: Recipe, rope: Mapping[str, Any] | None, longest_row: int, micro_batch: int) -> list[Problem]:
+    """Return why rows of several lengths cannot share a micro-batch of a model with long-rope.
+
+    `rope` is the model's rope_parameters. Past the positions of its first training such a model turns every row of the
+    micro-batch by other frequencies (transformers, modeling_rope_utils.dynamic_rope_update), so that a short row's
+    result would depend on its neighbours: on the size of the micro-batch and on the number of processes.
+    """
+    given = rope or {}
+    original = given.get("original_max_position_embeddings")
+    longest = min(longest_row, recipe.data.max_length)
+    largest_batch = max(micro_batch, recipe.arguments.get("per_device_eval_batch_size", micro_batch))
+    if given.get("rope_type") != "longrope" or not original or longest <= original or largest_batch == 1:
+        return []
+    message = f"rows of {longest} tokens, and past {original} long-rope changes all rows of a micro-batch"
+    fix = f"Set data.max_length: {original}, or per_device_train_batch_size and per_device_eval_batch_size: 1"
+    return [Problem(message, fix, recipe.path, "data.max_length")]

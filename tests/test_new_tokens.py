@@ -1,0 +1,94 @@
+"""Tokens that a recipe adds: one id each in the text of rows, their rows trained, and the whole comes back."""
+
+import json
+
+import pytest
+import torch
+
+from architectures import build_architecture
+from tiny_data import CASES
+from tiny_models import build_tiny_model
+from tunebook.data.prepare import prepare_data
+from tunebook.data.tokenizer import tokenizer_of
+from tunebook.errors import Refused
+from tunebook.new_tokens import make_room, start_rows, trained_rows
+from tunebook.plan import build_plan, with_split
+from tunebook.process_group import process_group
+from tunebook.quiet import quiet_libraries
+from tunebook.recipe.reading import load_recipe
+from tunebook.world import World
+
+pytestmark = pytest.mark.slow
+TOKENS = ["<|tool|>", "<|obs|>"]
+
+
+def recipe_for(model, tmp_path, tokens=TOKENS, **training):
+    text = f"""
+model: {{name_or_path: {model}, dtype: float32, add_special_tokens: {json.dumps(tokens)}}}
+lora: {{r: 4, lora_alpha: 8}}
+data: {{path: {CASES / "X05" / "data.jsonl"}}}
+training: {{global_batch_size: 4, per_device_train_batch_size: 2, learning_rate: 5e-2, num_train_epochs: 5}}
+"""
+    (tmp_path / "case.yaml").write_text(text)
+    return load_recipe(str(tmp_path / "case.yaml"))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytelevel", "metaspace"])
+def test_added_tokens_are_trained_where_rows_hold_them_and_come_back(tmp_path, monkeypatch, tokenizer):
+    from peft import AutoPeftModelForCausalLM
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    from tunebook.training.ready import build_run
+    from tunebook.training.run import train
+
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    recipe = recipe_for(build_tiny_model(tmp_path / "base", tokenizer=tokenizer), tmp_path)
+    made = tokenizer_of(recipe)
+    ids = made.convert_tokens_to_ids(TOKENS)
+    assert ids == [420, 421] and len(made) == 422
+    data = prepare_data(recipe, made)
+    for row in data.train:
+        assert [label for label in row["labels"] if label in ids] == ids, "each is one token, and is trained"
+    plan = build_plan(recipe, World(), run_dir=str(tmp_path / "run"))
+    plan = with_split(plan, data.num_train_rows, data.num_eval_rows, {})
+    with process_group(World()):
+        result = train(build_run(recipe, plan, World(), made, data))
+    saved = AutoTokenizer.from_pretrained(plan.adapter_dir)
+    assert len(saved) == 422 and saved.convert_tokens_to_ids(TOKENS) == ids
+    with quiet_libraries():
+        loaded = AutoPeftModelForCausalLM.from_pretrained(plan.adapter_dir).eval()
+    inputs = saved("<|tool|> red <|obs|>", return_tensors="pt").input_ids
+    assert inputs.tolist()[0].count(420) == 1
+    with torch.no_grad():
+        difference = loaded(input_ids=inputs).logits - result.run.model.eval()(input_ids=inputs, use_cache=False).logits
+    assert difference.abs().max() < 1e-5
+    rows = [
+        value for name, value in load_file(f"{plan.adapter_dir}/adapter_model.safetensors").items() if "token" in name
+    ]
+    assert len(rows) == 2 and all((first - second).abs().max() > 1e-2 for first, second in rows), "they began equal"
+
+
+def test_a_token_that_is_there_already_is_refused(tmp_path):
+    base = build_tiny_model(tmp_path / "base")
+    with pytest.raises(Refused, match=r"model.add_special_tokens: <\|im_end\|>, a are in the vocabulary already"):
+        tokenizer_of(recipe_for(base, tmp_path, ["<|im_end|>", "<|new|>", "a"]))
+
+
+@pytest.mark.parametrize("name", ["Gemma-2-9B", "Qwen3-8B", "Phi-4"])
+def test_new_rows_start_at_the_mean_of_the_known_ones(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_for(build_architecture(name, tmp_path / "model"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = tokenizer_of(recipe)
+    ids, before = tokenizer.convert_tokens_to_ids(TOKENS), model.get_input_embeddings().weight.detach().clone()
+    make_room(model, tokenizer)
+    start_rows(model, ids)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert embedding.shape[0] == head.shape[0] == model.config.vocab_size == len(before) + 2
+    assert torch.equal(embedding[: len(before)], before)
+    assert torch.allclose(embedding[ids], before.mean(0)) and torch.allclose(head[ids], head[: len(before)].mean(0))
+    assert (head is embedding) == model.config.tie_word_embeddings
+    rows = {"embed_tokens": ids} | ({} if head is embedding else {"lm_head": ids})
+    assert trained_rows(model, ids) == rows
