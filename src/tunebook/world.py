@@ -18,6 +18,7 @@ from tunebook.launch_command import (
     read_launch,
     render_launch,
 )
+from tunebook.network import check_reached
 
 _LAUNCHER_NAMES: dict[Launcher, str] = {
     "accelerate": "accelerate launch",
@@ -87,7 +88,8 @@ def read_world(
     """Return the world that `accelerate launch`, torchrun, `tunebook launch` or plain python made.
 
     `compute_dtype` is the recipe's `model.dtype`, `ddp_backend` its `training.ddp_backend`. The function reads nothing
-    but its arguments when `surroundings` are given. torch is imported only where a GPU could be (`count_gpus`).
+    but its arguments when `surroundings` are given; else it also sees that rank 0's machine is reached, where there are
+    several. torch is imported only where a GPU could be (`count_gpus`).
     Raises Refused with everything that is wrong with the launch, each with the command to type instead.
 
     One process runs with the threads the user gave it: torchrun and accelerate set OMP_NUM_THREADS=1 only for several.
@@ -101,6 +103,8 @@ def read_world(
     problems += check_strategy(launch, ranks)
     problems += check_precision(launch, compute_dtype)
     problems += check_backend(ddp_backend, launch.device_type, ranks.num_processes)
+    if not problems and surroundings is None:
+        problems += check_reached(environ)
     if problems:
         raise Refused(problems)
     return World(

@@ -18,6 +18,8 @@ from tunebook.training.stopping import StopAgreed
 
 # What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
 PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+# What they say when nothing came within the time-out; where it is known who is behind, the watchdog has said so before.
+TIMED_OUT = ("timed out waiting", "operation timed out", "timeout waiting")
 # torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
 LAUNCHER_NOTICES_SECONDS = 0.5
 AGAIN = "run the same command again"
@@ -70,7 +72,16 @@ def explaining(trainer: Training, plan: Plan) -> Iterator[None]:
             message = f"another process of the group ended; the launcher names the one that did so first. {last}"
             time.sleep(LAUNCHER_NOTICES_SECONDS)
             raise TrainingFailed(message, befell="another rank") from error
+        if any(words in said for words in TIMED_OUT):
+            raise TrainingFailed(_render_timed_out(trainer, plan), befell="this rank") from error
         raise
+
+
+def _render_timed_out(trainer: Training, plan: Plan) -> str:
+    return (
+        f"nothing came from the other ranks in step {trainer.state.global_step + 1} within training.ddp_timeout. If "
+        f"none of them hangs, the network between them does; {AGAIN} once it is mended. {_last_checkpoint(plan)}"
+    )
 
 
 def _render_out_of_memory(trainer: Training, plan: Plan) -> str:

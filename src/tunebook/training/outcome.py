@@ -21,6 +21,7 @@ from tunebook.training.ready import ReadyRun
 from tunebook.training.reporting import ProgressReport, keep_metrics
 from tunebook.training.stopping import StopVote
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
+from tunebook.watchdog import set_last_words
 from tunebook.writing import explain_unwritten
 
 
@@ -80,19 +81,25 @@ class Record:
     @contextmanager
     def kept(self, trainer: Training) -> Iterator[None]:
         """Write down how the run ended if it ends with an error inside, after how many steps and seconds."""
+        if self._run.world.is_main:
+            set_last_words(lambda reason: self._note_failure(trainer, TrainingFailed(reason)))
         try:
             yield
         except BaseException as error:
-            step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
-            wall = self._run.wall.seconds
-            self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
-            with suppress(OSError):  # on a full disk it is the first error that should be seen
-                self._write()
+            self._note_failure(trainer, error)
             raise
         finally:
+            set_last_words(None)
             self._memory.stop()
             if self.report is not None:
                 self.report.close()
+
+    def _note_failure(self, trainer: Training, error: BaseException) -> None:
+        step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
+        wall = self._run.wall.seconds
+        self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
+        with suppress(OSError):  # on a full disk it is the first error that should be seen
+            self._write()
 
     def note_before(self, before: HeldOut) -> None:
         """Note what the model could do before step 1."""

@@ -16,6 +16,7 @@ from tunebook.training.collectives import sum_over_processes
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.saving import Progress, random_states, restore_random_states, save_checkpoint, sum_tokens
 from tunebook.training.stopping import StopVote
+from tunebook.whereabouts import arrive, begin_step
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,20 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         tokens = replace(self.tokens)
         self._window = OpenWindow(tokens, self._tr_loss.clone(), self._states_at_step_end)
         self._num_micro_steps = 0
+        begin_step(self.state.global_step + 1)
         return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the labels of the step over all processes."""
+        arrive("the count of the step's labels")
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss; the backward pass that follows meets the other processes in the last micro-batch."""
+        loss = super().compute_loss(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            arrive("the backward pass")
+        return loss
 
     def close_window(self) -> None:
         """Note that the step is done; called at its end."""
