@@ -263,10 +263,56 @@ def cannot_see_checkpoints() -> None:
         starting.check_whole = lambda folder: check_whole(Path("/nowhere") / folder)
 
 
+def shard_on_cpu() -> None:
+    """Have accelerate shard on the CPU, which it does on GPUs alone, and tell how many parameters are shards.
+
+    The launch is taken for one on GPUs; accelerate's state calls the group MULTI_GPU from the moment that the run is
+    built, before an AcceleratorState is made from it.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.tensor import DTensor
+
+    from tunebook import launch_checks, sharding, world
+    from tunebook.training import ready
+    from tunebook.training.trainer import RecipeTrainer
+
+    def shards(launch, num_processes):
+        return num_processes > 1 and launch.environ.get("FSDP_VERSION") == "2"
+
+    for module in (sharding, launch_checks, world):
+        module.is_sharded = shards
+    check_same_start, take_up = ready.check_same_start, RecipeTrainer.take_up
+
+    def check(facts):
+        check_same_start(facts)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    def tell_shards(trainer):
+        parameters = list(trainer.model.parameters())
+        say(f"{sum(isinstance(one, DTensor) for one in parameters)} of {len(parameters)} are shards")
+        take_up(trainer)
+
+    ready.check_same_start, RecipeTrainer.take_up = check, tell_shards
+
+
+def tell_loading() -> None:
+    from tunebook.training import ready
+
+    build_model = ready.build_model
+
+    def build(*args):
+        say("loads weights")
+        return build_model(*args)
+
+    ready.build_model = build
+
+
 def other_packages() -> None:
     """Be on a machine that has another peft and another bitsandbytes."""
     from tunebook.training import ready
 
+    tell_loading()
     version = ready.version
     other = {"peft": "0.20.9", "bitsandbytes": "0.49.9"}
     if is_here():
@@ -275,6 +321,7 @@ def other_packages() -> None:
 
 def other_recipe() -> None:
     """Be on a machine whose copy of the recipe says another thing."""
+    tell_loading()
     if is_here():
         recipe = Path(sys.argv[1])
         changed = recipe.with_name("other") / recipe.name

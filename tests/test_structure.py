@@ -38,6 +38,7 @@ ORDER = [
     "refusal",
     "entry",
     "launch_command",
+    "sharding",
     "launch_checks",
     "world",
     "process_group",

@@ -1,6 +1,5 @@
 """torchrun and accelerate launch over two machines, as they are typed; the quick half is tests/test_two_hosts.py."""
 
-import os
 import subprocess
 import sys
 import time
@@ -60,14 +59,14 @@ def accelerate(rank, port):
 class Launched:
     """The same command typed on both hosts."""
 
-    def __init__(self, hosts, place, launcher, port, run_dir, *words):
+    def __init__(self, hosts, place, launcher, port, run_dir, script=ROOT / "finetune.py", **fault):
         self.logs = [place / f"{run_dir}-{port}-{rank}.log" for rank in range(2)]
-        run = [ROOT / "finetune.py", "recipe.yaml", "--run-dir", run_dir, f"training.ddp_timeout={TIMEOUT}", *words]
+        run = [script, "recipe.yaml", "--run-dir", run_dir, f"training.ddp_timeout={TIMEOUT}"]
         self.processes = []
         for rank, log in enumerate(self.logs):
             command = hosts.command(rank, *launcher(rank, port), *run)
             with log.open("w") as file:
-                started = subprocess.Popen(command, cwd=place, env=environ(place), stdout=file, stderr=file)
+                started = subprocess.Popen(command, cwd=place, env=environ(place) | fault, stdout=file, stderr=file)
             self.processes.append(started)
 
     def wait(self, seconds=200):
@@ -86,13 +85,14 @@ def test_torchrun_trains_the_adapter_of_one_machine(hosts, place):
 
 
 def test_accelerate_is_cut_off_and_goes_on(hosts, place):
-    # So long that the cable is cut in the middle; the run that goes on is as short as the unbroken one.
-    long = ("training.num_train_epochs=3000", "training.save_steps=1", "training.save_total_limit=3")
-    launched = Launched(hosts, place, accelerate, 29502, "cut", *long, "training.lr_scheduler_type=constant")
-    while not (place / "cut" / "checkpoints" / "checkpoint-3").is_dir():
+    go_on = place / "go on"
+    fault = {"FAULT": "hang", "FAULT_MODE": "sleeping", "FAULT_STEP": "5", "FAULT_RANKS": "3", "FAULT_FILE": str(go_on)}
+    launched = Launched(hosts, place, accelerate, 29502, "cut", script=ROOT / "tests" / "faulty_finetune.py", **fault)
+    while "[fault]" not in launched.output():
         assert [process.poll() for process in launched.processes] == [None, None], launched.output()[-6000:]
-        time.sleep(0.02)
+        time.sleep(0.1)
     hosts.cut()
+    go_on.touch()
     began = time.monotonic()
     try:
         assert launched.wait(TIMEOUT + 30) == [1, 1]
@@ -102,13 +102,9 @@ def test_accelerate_is_cut_off_and_goes_on(hosts, place):
     print(f"both sides ended {took:.1f} s after the cut")
     assert took < TIMEOUT + 10
     here, there = (log.read_text() for log in launched.logs)
-    assert "failed: ranks 2 and 3 do not answer in step " in here
+    assert "failed: ranks 2 and 3 do not answer in step 6" in here
     assert "no word comes from rank 0's machine" in there
-    again = Launched(hosts, place, accelerate, 29503, "cut", *long, "training.lr_scheduler_type=constant")
-    while "step " not in again.logs[0].read_text():
-        assert [process.poll() for process in again.processes] == [None, None], again.output()[-6000:]
-        time.sleep(0.1)
-    assert "going on from cut/checkpoints/checkpoint-" in again.logs[0].read_text()
-    for process in again.processes:
-        os.kill(process.pid, 15)
-    again.wait(60)
+    again = Launched(hosts, place, accelerate, 29503, "cut")
+    assert again.wait() == [0, 0], again.output()[-6000:]
+    assert "going on from cut/checkpoints/checkpoint-4" in again.logs[0].read_text()
+    assert largest_difference(adapter_of(place / "cut"), adapter_of(place / "one")) < 1e-6

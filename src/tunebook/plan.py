@@ -13,6 +13,8 @@ from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import lora_keys, training_keys
 from tunebook.shapes import ModelShape, count_lora_parameters, find_shape
+from tunebook.sharding import NOTE as SHARDING_NOTE
+from tunebook.sharding import check_sharding
 from tunebook.world import World
 
 OURS = "default of tunebook"
@@ -81,6 +83,7 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
     problems: list[Problem] = []
     dtype = _compute_dtype(recipe, world, bf16_supported, problems)
     _check_device(recipe, world, problems)
+    problems += check_sharding(recipe) if world.shards else []
     batches = derive_batches(recipe, world.num_processes, problems)
     if problems or batches is None:
         raise Refused(problems)
@@ -281,7 +284,7 @@ def _unknown_rows(recipe: Recipe) -> dict[str, Setting]:
 
 
 def _notes(recipe: Recipe, world: World, dtype: str) -> list[str]:
-    notes = []
+    notes = [SHARDING_NOTE] if world.shards else []
     if dtype == "bfloat16" and world.device_type == "cpu":
         notes.append("bfloat16 computes about 4 times slower than float32 on a CPU: model.dtype: float32")
     return notes + random_notes(recipe)

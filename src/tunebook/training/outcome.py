@@ -169,14 +169,16 @@ def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
     What rank 0 writes must be what all ranks trained: a step whose gradient was not reduced on all of them, which DDP
     would only notice in the next one, ends here.
     """
-    check_replicas(model, run.plan.num_optimizer_steps or 0)
+    if not run.world.shards:
+        check_replicas(model, run.plan.num_optimizer_steps or 0)
     check_weights_finite(model)
+    tensors = adapter_tensors(model) if run.world.shards else None
     notes: tuple[str, ...] = ()
     problem = None
     if run.world.is_main:
         folder = Path(run.plan.adapter_dir)
         try:
-            notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id)
+            notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id, tensors)
         # torch and safetensors have errors of their own for a full disk.
         except (OSError, RuntimeError, SafetensorError) as error:
             problem = f"{explain_unwritten(error, folder)}. Make room and run the same command again"

@@ -107,7 +107,9 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         anything. The first one is run in any case: DDP may arrange its buckets, collectively, in its forward pass.
         """
         is_last = self.accelerator.sync_gradients
-        if is_last or (self._num_micro_steps > 0 and self.vote.is_asked):
+        # Every forward pass of a sharded model is a meeting, which nobody may leave for the vote.
+        may_leave = self._num_micro_steps > 0 and not self.is_fsdp_enabled
+        if is_last or (may_leave and self.vote.is_asked):
             self.vote.agree()
         self._num_micro_steps += 1
 
@@ -122,8 +124,11 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
     def save_where_it_stands(self) -> int:
         """Save a checkpoint after the last whole step, dropping an unfinished one; return the step it was saved after.
 
-        0 where no step was done. After the best model was loaded at the end there is nothing to save but what is.
+        0 where no step was done, or the model is sharded. After the best model was loaded at the end there is nothing
+        to save but what is.
         """
+        if self.is_fsdp_enabled:
+            return 0
         is_over = not self.is_in_train and self.args.load_best_model_at_end
         is_due = self._evaluation_due and self.is_in_train
         if is_over or (self.state.global_step == self.saved_step and not is_due):

@@ -86,7 +86,7 @@ class RecipeTrainer(ResumableTrainer):
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         num_tokens = 0
         for batch in dataloader:
-            if self.vote.is_asked:
+            if self.vote.is_asked and not self.is_fsdp_enabled:
                 break
             num_tokens += batch["num_trained_tokens"]
             inputs = self._prepare_input(tensors_of(batch))
