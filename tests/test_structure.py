@@ -48,6 +48,7 @@ ORDER = [
     "batch_arithmetic",
     "plan",
     "plan_table",
+    "launch_files",
     "data.making",
     "data.cache",
     "identity",
