@@ -308,6 +308,14 @@ def tell_loading() -> None:
     ready.build_model = build
 
 
+def cannot_see_run_folder() -> None:
+    """Be on a machine with a disk of its own: what rank 0 puts into the run folder is not there."""
+    from tunebook import run_folder
+
+    if is_here():
+        run_folder.LOCK, run_folder.SECONDS_TO_BE_SEEN = "nowhere", 0.5
+
+
 def other_packages() -> None:
     """Be on a machine that has another peft and another bitsandbytes."""
     from tunebook.training import ready
