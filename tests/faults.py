@@ -65,6 +65,20 @@ def hang() -> None:
     RecipeTrainer.check_stop = check
 
 
+def hang_by_hand() -> None:
+    """Stand still before the first loss of the step after FAULT_STEP in the loop written by hand."""
+    import train_ddp
+
+    take_step = train_ddp.Loop.take_step
+
+    def take(loop, window):
+        if loop.state.global_step == number("STEP") and is_here():
+            stand_still()
+        return take_step(loop, window)
+
+    train_ddp.Loop.take_step = take
+
+
 def hang_loading() -> None:
     """Stand still before the base is loaded, as where a shared disk does not answer."""
     from tunebook.training import ready

@@ -12,7 +12,15 @@ from fork_server import ForkServer
 pytestmark = pytest.mark.slow
 TIMEOUT = 12
 # Two micro-batches a step on two ranks: a rank that hangs before the first has voted on nothing yet.
-HANGING = {"sleeping": (1, 5, 0), "deaf": (1, 3, 1), "frozen": (1, 4, 1), "main": (0, 2, 0), "loading": (1, 0, 0)}
+HANGING = {
+    "sleeping": (1, 5, 0),
+    "deaf": (1, 3, 1),
+    "frozen": (1, 4, 1),
+    "main": (0, 2, 0),
+    "loading": (1, 0, 0),
+    "by_hand": (1, 1, 0),
+}
+FAULTS = {"loading": "hang_loading", "by_hand": "hang_by_hand"}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +31,10 @@ def lives(tmp_path_factory):
     started = {}
     for mode, (rank, step, micro) in HANGING.items():
         words = ["recipe.yaml", "--run-dir", mode, f"training.ddp_timeout={TIMEOUT}"]
-        fault = {"FAULT": "hang_loading" if mode == "loading" else "hang", "FAULT_RANKS": str(rank)}
-        how = {"FAULT_MODE": "sleeping" if mode in ("main", "loading") else mode}
+        fault = {"FAULT": FAULTS.get(mode, "hang"), "FAULT_RANKS": str(rank)}
+        how = {"FAULT_MODE": mode if mode in ("deaf", "frozen") else "sleeping"}
+        if mode == "by_hand":
+            how["SCRIPT"] = "train_ddp"
         where = {"FAULT_STEP": str(step), "FAULT_MICRO": str(micro), "TUNEBOOK_CACHE": str(place / "cache")}
         started[mode] = server.start(words, 2, place, place / f"{mode}.log", **fault, **how, **where)
     began, deadline = {}, time.monotonic() + 150
@@ -55,6 +65,7 @@ def test_all_ranks_end_with_exit_code_1_in_time(lives, mode):
         ("sleeping", 1, "in step 6", "stand_still"),
         ("main", 0, "in step 3", "stand_still"),
         ("loading", 1, "before step 1", "stand_still"),
+        ("by_hand", 1, "in step 2", "stand_still"),
     ],
 )
 def test_the_rank_its_step_and_its_stack_are_said(lives, mode, rank, at, innermost):
