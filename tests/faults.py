@@ -3,6 +3,7 @@
 Each prints `[fault]` when it strikes: one that never did shows nothing, and its test fails.
 """
 
+import ctypes
 import errno
 import os
 import signal
@@ -45,6 +46,63 @@ def signal_in_window() -> None:
         check_stop(trainer)
 
     RecipeTrainer.check_stop = check
+
+
+def hang() -> None:
+    """Stand still before micro-batch FAULT_MICRO of the step after FAULT_STEP until FAULT_FILE exists, or for ever.
+
+    FAULT_MODE says how: sleeping, frozen (stopped by the system) or deaf (no other Python thread can run either).
+    """
+    from tunebook.training.trainer import RecipeTrainer
+
+    check_stop = RecipeTrainer.check_stop
+
+    def check(trainer: RecipeTrainer) -> None:
+        if (trainer.state.global_step, trainer._num_micro_steps) == (number("STEP"), number("MICRO")) and is_here():
+            stand_still()
+        check_stop(trainer)
+
+    RecipeTrainer.check_stop = check
+
+
+def hang_by_hand() -> None:
+    """Stand still before the first loss of the step after FAULT_STEP in the loop written by hand."""
+    import train_ddp
+
+    take_step = train_ddp.Loop.take_step
+
+    def take(loop, window):
+        if loop.state.global_step == number("STEP") and is_here():
+            stand_still()
+        return take_step(loop, window)
+
+    train_ddp.Loop.take_step = take
+
+
+def hang_loading() -> None:
+    """Stand still before the base is loaded, as where a shared disk does not answer."""
+    from tunebook.training import ready
+
+    build_model = ready.build_model
+
+    def build(*args):
+        if is_here():
+            stand_still()
+        return build_model(*args)
+
+    ready.build_model = build
+
+
+def stand_still() -> None:
+    mode = os.environ["FAULT_MODE"]
+    say(mode)
+    if mode == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if mode == "deaf":
+        ctypes.PyDLL(None).sleep(1000)
+    go_on = Path(os.environ.get("FAULT_FILE", "/nowhere"))
+    while not go_on.exists():
+        time.sleep(0.05)
 
 
 def tell_writes() -> None:
@@ -217,3 +275,78 @@ def cannot_see_checkpoints() -> None:
     if is_here():
         check_whole = starting.check_whole
         starting.check_whole = lambda folder: check_whole(Path("/nowhere") / folder)
+
+
+def shard_on_cpu() -> None:
+    """Have accelerate shard on the CPU, which it does on GPUs alone, and tell how many parameters are shards.
+
+    The launch is taken for one on GPUs; accelerate's state calls the group MULTI_GPU from the moment that the run is
+    built, before an AcceleratorState is made from it.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.tensor import DTensor
+
+    from tunebook import launch_checks, sharding, world
+    from tunebook.training import ready
+    from tunebook.training.trainer import RecipeTrainer
+
+    def shards(launch, num_processes):
+        return num_processes > 1 and launch.environ.get("FSDP_VERSION") == "2"
+
+    for module in (sharding, launch_checks, world):
+        module.is_sharded = shards
+    check_same_start, take_up = ready.check_same_start, RecipeTrainer.take_up
+
+    def check(facts):
+        check_same_start(facts)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    def tell_shards(trainer):
+        parameters = list(trainer.model.parameters())
+        say(f"{sum(isinstance(one, DTensor) for one in parameters)} of {len(parameters)} are shards")
+        take_up(trainer)
+
+    ready.check_same_start, RecipeTrainer.take_up = check, tell_shards
+
+
+def tell_loading() -> None:
+    from tunebook.training import ready
+
+    build_model = ready.build_model
+
+    def build(*args):
+        say("loads weights")
+        return build_model(*args)
+
+    ready.build_model = build
+
+
+def cannot_see_run_folder() -> None:
+    """Be on a machine with a disk of its own: what rank 0 puts into the run folder is not there."""
+    from tunebook import run_folder
+
+    if is_here():
+        run_folder.LOCK, run_folder.SECONDS_TO_BE_SEEN = "nowhere", 0.5
+
+
+def other_packages() -> None:
+    """Be on a machine that has another peft and another bitsandbytes."""
+    from tunebook.training import ready
+
+    tell_loading()
+    version = ready.version
+    other = {"peft": "0.20.9", "bitsandbytes": "0.49.9"}
+    if is_here():
+        ready.version = lambda name: other.get(name) or version(name)
+
+
+def other_recipe() -> None:
+    """Be on a machine whose copy of the recipe says another thing."""
+    tell_loading()
+    if is_here():
+        recipe = Path(sys.argv[1])
+        changed = recipe.with_name("other") / recipe.name
+        changed.parent.mkdir(exist_ok=True)
+        changed.write_text(recipe.read_text().replace("learning_rate: 1.0e-3", "learning_rate: 2.0e-3"))
+        sys.argv[1] = str(changed)

@@ -4,6 +4,7 @@
 a launcher would start it, joins a real group, and can be killed.
 """
 
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+CLONE_NEWNET = 0x40000000
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -125,6 +127,8 @@ def become_rank(order: dict, rank: int, port: int) -> None:
     if order["size"] > 1:
         os.environ.update({name: str(number) for name, number in zip(RANK_VARIABLES, numbers, strict=True)})
     os.environ.update(order["environ"])
+    if hosts := os.environ.get("HOSTS"):
+        enter_host(hosts.split(","), rank)
     os.chdir(order["folder"])
     sys.argv = [f"{order['script']}.py", *order["words"]]
     faulthandler.dump_traceback_later(90)  # a rank that hangs tells where
@@ -142,6 +146,15 @@ def become_rank(order: dict, rank: int, port: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def enter_host(hosts: Sequence[str], rank: int) -> None:
+    """Move this process into the network namespace that HOSTS names for its rank, as if launched on that machine."""
+    namespace = os.open(f"/run/netns/{hosts[rank]}", os.O_RDONLY)
+    assert ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.close(namespace)
+    os.environ["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
+    os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(hosts[rank]))
 
 
 def inject_faults() -> None:

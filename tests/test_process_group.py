@@ -200,13 +200,19 @@ def test_accelerate_has_what_the_configs_and_the_notes_rely_on():
     code = """
 import sys
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-for stem, wanted in (("cpu", 3), ("ddp", 4), ("single_gpu", None)):
+for stem, wanted in (("cpu", 3), ("ddp", 4), ("single_gpu", None), ("multi_node", 8), ("fsdp2", 4)):
     words = ["--config_file", f"{sys.argv[1]}/{stem}.yaml"] + (["--num_processes", str(wanted)] if wanted else [])
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "finetune.py"]))
     print(stem, arguments.multi_gpu, arguments.num_processes, arguments.mixed_precision, arguments.gpu_ids)
 """
     done = run([sys.executable, "-c", code, ROOT / "accelerate_configs"], clean_environ())
-    assert done.stdout.splitlines() == ["cpu True 3 no -1,-1", "ddp True 4 no all", "single_gpu False 1 no 0"]
+    assert done.stdout.splitlines() == [
+        "cpu True 3 no -1,-1",
+        "ddp True 4 no all",
+        "single_gpu False 1 no 0",
+        "multi_node True 8 no all",
+        "fsdp2 False 4 no all",
+    ]
 
 
 @pytest.mark.slow

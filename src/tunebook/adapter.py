@@ -15,14 +15,23 @@ from tunebook.new_tokens import largest_id
 from tunebook.places import is_local
 from tunebook.quiet import quiet_libraries
 from tunebook.recipe.schema import Recipe
+from tunebook.sharding import whole
 from tunebook.writing import folder_to_fill
 
 
-def write_adapter(model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop_token_id: int) -> tuple[str, ...]:
+def write_adapter(  # noqa: PLR0913, PLR0917 - the tensors only where the model itself is sharded
+    model: Any,
+    tokenizer: Any,
+    recipe: Recipe,
+    folder: Path,
+    stop_token_id: int,
+    tensors: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
     """Write adapter (or model), tokenizer with chat template, and generation settings to `folder`, whole or not at all.
 
-    Called on rank 0 alone. Files are equal from run to run for equal weights. Returns notes for the user, such as that
-    the adapter names its base by a local path.
+    Called on rank 0 alone, with the `tensors` that all ranks have put together where the model is sharded. Files are
+    equal from run to run for equal weights. Returns notes for the user, such as that the adapter names its base by a
+    local path.
     """
     with folder_to_fill(folder) as beside:
         with quiet_libraries():
@@ -30,7 +39,7 @@ def write_adapter(model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop
                 model.save_pretrained(beside)
                 notes: tuple[str, ...] = ()
             else:
-                _write_tensors(exported_tensors(model), beside)
+                _write_tensors(exported_tensors(model) if tensors is None else tensors, beside)
                 notes = _write_adapter_config(model, tokenizer, recipe, beside)
             tokenizer.save_pretrained(beside)
         _write_generation_config(model, tokenizer, stop_token_id, beside)
@@ -55,14 +64,17 @@ def exported_tensors(model: Any) -> dict[str, Any]:
 
 
 def adapter_tensors(model: Any) -> dict[str, Any]:
-    """Return what a run trains, by name, on the CPU: the adapter's tensors, or all weights of a full fine-tune."""
+    """Return what a run trains, by name, on the CPU: the adapter's tensors, or all weights of a full fine-tune.
+
+    Collective where the model is sharded.
+    """
     from peft import PeftModel, get_peft_model_state_dict
 
     # The base's embedding has no place in the adapter, which holds the rows of new tokens itself; asking peft to decide
     # ("auto") makes it look for the base on the Hub.
     is_adapter = isinstance(model, PeftModel)
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False) if is_adapter else model.state_dict()
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in sorted(tensors.items())}
 
 
 def tensor_sha256(tensors: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The `tunebook` command: what is done with a recipe beside `finetune.py` itself."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from typer.exceptions import TyperException
@@ -9,6 +9,7 @@ from typer.exceptions import TyperException
 from tunebook import __version__
 from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, Problem, Refused
+from tunebook.launch_files import Kind, check_job, render_launch_file
 from tunebook.planning import plan_without_data, prepare_ahead
 from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.world import count_gpus, world_of
@@ -28,21 +29,35 @@ def version() -> None:
 
 
 @app.command(
-    help="Start finetune.py on N processes of this machine; the exit code is the ranks' own.",
+    help="Start finetune.py on N processes of this machine, with the ranks' own exit code; or print how to elsewhere.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
-def launch(
+def launch(  # noqa: PLR0913, PLR0917 - one for each option
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="The recipe; what follows it goes to finetune.py.")],
     num_processes: Annotated[int, typer.Option("--num-processes", min=1, help="How many processes.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="With --as: how many machines.")] = 1,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="With --as: how many GPUs each has.")] = None,
+    kind: Annotated[
+        Kind | None, typer.Option("--as", help="Start nothing: print the commands, or the file of a cluster.")
+    ] = None,
 ) -> None:
-    """Run the recipe under torch's elastic agent, in this process, without its traces."""
-    from tunebook.launch import find_script
-    from tunebook.launch import launch as launch_script
-
+    """Run the recipe under torch's elastic agent, in this process, without its traces; or print what starts it."""
     words = [recipe, *context.args]
     command = read_command(words)
     accepted = load_recipe(command.recipe, command.overrides)
+    if kind is not None:
+        check_job(kind, command, words)
+        gpus = gpus or count_gpus() or num_processes
+        plan = plan_without_data(accepted, world_of(nodes * gpus, "cuda"), command.run_dir)
+        print(render_launch_file(kind, plan, words, nodes, gpus))
+        return
+    if nodes > 1 or gpus is not None:
+        fix = f"Add --as {' or '.join(get_args(Kind))} to print what starts them, or use --num-processes N here"
+        raise Refused(Problem("--nodes and --gpus are about a launch that is printed", fix, "command line"))
+    from tunebook.launch import find_script
+    from tunebook.launch import launch as launch_script
+
     # What every rank would refuse is refused here already, before torch's agent is imported.
     plan_without_data(accepted, world_of(num_processes, "cuda" if count_gpus() else "cpu"), command.run_dir)
     raise typer.Exit(launch_script(find_script(), words, num_processes))

@@ -2,10 +2,20 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 
 from tunebook.command_line import Command, read_command
-from tunebook.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, Refused, TrainingFailed
+from tunebook.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    LAUNCHER_NOTICES_SECONDS,
+    PEER_ENDED,
+    Interrupted,
+    Refused,
+    TrainingFailed,
+    is_peer_gone,
+)
 from tunebook.refusal import exit_refused
 from tunebook.signals import wait_for_signal, watch_signals
 
@@ -34,6 +44,10 @@ def run_rank(story: Callable[[Command], None]) -> None:
             print(interrupted, file=sys.stderr, flush=True)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
+        if is_peer_gone(error):  # before training began
+            time.sleep(LAUNCHER_NOTICES_SECONDS)
+            say_failed(TrainingFailed(PEER_ENDED, befell="another rank"), int(os.environ.get("RANK", "0")))
+            sys.exit(EXIT_FAILED)
         _tell_launcher(error)
         raise
 

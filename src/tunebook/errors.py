@@ -10,6 +10,12 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again may succeed
 
+# What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
+PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+PEER_ENDED = "another process of the group ended; the launcher names the one that did so first"
+# torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
+LAUNCHER_NOTICES_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -77,3 +83,8 @@ class Interrupted(BaseException):
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
+
+
+def is_peer_gone(error: Exception) -> bool:
+    """Return whether an error is only what this process feels of another one's end."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in PEER_IS_GONE)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tunebook.errors import Problem
 from tunebook.launch_command import DeviceType, Launch, is_true
+from tunebook.sharding import check_switches, is_sharded
 
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16"}  # accelerate's names, the recipe's names
 
@@ -84,10 +85,12 @@ def check_one_group(launch: Launch, ranks: Ranks) -> list[Problem]:
 
 
 def check_strategy(launch: Launch, ranks: Ranks) -> list[Problem]:
-    """Refuse FSDP, DeepSpeed and the like, in effect or not, and a compiler that the launcher names."""
-    asked = [(name, strategy) for name, strategy in STRATEGIES.items() if is_true(launch.environ.get(name))]
-    command = launch.command
-    if not asked and command and command.distributed_type in CONFIG_STRATEGIES:
+    """Refuse DeepSpeed and the like, in effect or not, FSDP but for FSDP2, and a compiler that the launcher names."""
+    shards = is_sharded(launch, ranks.num_processes)
+    strategies = {name: one for name, one in STRATEGIES.items() if not (shards and one == "FSDP")}
+    asked = [(name, strategy) for name, strategy in strategies.items() if is_true(launch.environ.get(name))]
+    command = launch.command if not shards else None
+    if not asked and command is not None and command.distributed_type in CONFIG_STRATEGIES:
         asked = [(command.config_file or "accelerate config", CONFIG_STRATEGIES[command.distributed_type])]
     typed = f"Type {launch.render_launch(max(ranks.num_processes, 2))}"
     problems = [
@@ -98,6 +101,8 @@ def check_strategy(launch: Launch, ranks: Ranks) -> list[Problem]:
         )
         for where, strategy in asked
     ]
+    if shards:
+        problems += check_switches(launch.environ)
     compiler = launch.environ.get("ACCELERATE_DYNAMO_BACKEND", "")
     if compiler.upper() not in ("NO", ""):
         problems.append(

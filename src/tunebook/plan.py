@@ -14,6 +14,8 @@ from tunebook.recipe.defaults import OUR_DEFAULTS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import lora_keys, training_keys
 from tunebook.shapes import ModelShape, count_lora_parameters, find_config, find_shape
+from tunebook.sharding import NOTE as SHARDING_NOTE
+from tunebook.sharding import check_sharding
 from tunebook.world import World
 
 OURS = "default of tunebook"
@@ -84,6 +86,7 @@ def build_plan(recipe: Recipe, world: World, *, run_dir: str | None = None, bf16
     _check_device(recipe, world, problems)
     config = find_config(recipe.model.name_or_path, recipe.model.revision)
     problems += check_attention(recipe, config)
+    problems += check_sharding(recipe) if world.shards else []
     batches = derive_batches(recipe, world.num_processes, problems)
     if problems or batches is None:
         raise Refused(problems)
@@ -286,7 +289,7 @@ def _unknown_rows(recipe: Recipe) -> dict[str, Setting]:
 
 
 def _notes(recipe: Recipe, world: World, dtype: str) -> list[str]:
-    notes = []
+    notes = [SHARDING_NOTE] if world.shards else []
     if dtype == "bfloat16" and world.device_type == "cpu":
         notes.append("bfloat16 computes about 4 times slower than float32 on a CPU: model.dtype: float32")
     return notes + random_notes(recipe)

@@ -9,6 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.network import name_interface
+from tunebook.watchdog import start_watchdog, stop_watchdog
+from tunebook.whereabouts import arrive
 from tunebook.world import World
 
 # With these accelerate makes a group of one, even around a single process that torchrun started.
@@ -46,6 +49,9 @@ def start_process_group(world: World, timeout_seconds: int = 1800) -> None:
         except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
             raise Refused(no_group(world, error)) from error
     _check_state(state, world)
+    if (group := _group()) is not None:
+        store = group.distributed_c10d._get_default_store()
+        start_watchdog(store, world.rank, world.num_processes, timeout_seconds)
 
 
 def stop_process_group() -> None:
@@ -53,6 +59,7 @@ def stop_process_group() -> None:
 
     Never raises: it also runs while another error is on its way, which must be the one that is seen.
     """
+    stop_watchdog()
     if "accelerate" not in sys.modules:
         return
     from accelerate.state import AcceleratorState
@@ -96,6 +103,7 @@ def meeting_point(timeout: timedelta) -> dict[str, Any]:
     torch's agent keeps one store for all attempts, and says otherwise (torch 2.13, distributed/rendezvous.py): a rank
     that is faster than another finds the address of that one's dead predecessor there, and cannot connect.
     """
+    name_interface()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt in ("", "0"):
         return {}
@@ -117,6 +125,7 @@ def agree_on_refusal(refused: Refused | None) -> None:
         if refused is not None:
             raise refused
         return
+    arrive("the question whether all ranks accept")
     by_rank: list[tuple[Problem, ...] | None] = [None] * group.get_world_size()
     group.all_gather_object(by_rank, refused.problems if refused is not None else None)
     merged = _merge(by_rank)

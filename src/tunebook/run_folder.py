@@ -3,8 +3,11 @@
 import fcntl
 import json
 import os
+import socket
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +26,7 @@ from tunebook.writing import delete_leftovers, write_whole
 SUMMARY = "run_summary.json"
 IDENTITY = "identity.json"
 LOCK = ".lock"
+SECONDS_TO_BE_SEEN = 10.0
 # What a tunebook run writes; a folder that holds other things is not ours to fill or to move.
 OURS = ("plan.json", IDENTITY, SUMMARY, "metrics.jsonl", "checkpoints", "adapter", "quarantine.jsonl", LOCK)
 
@@ -67,7 +71,44 @@ def hold_run_folder(plan: Plan, recipe: Recipe, world: World, identity: Identity
         with refuse_together():
             if world.is_main:
                 held.enter_context(open_run_folder(plan, recipe, identity, keep))
+        with refuse_together():
+            check_shared(plan, recipe, world)
         yield
+
+
+def check_shared(plan: Plan, recipe: Recipe, world: World) -> None:
+    """See on each machine whether the run folder that rank 0 has just opened is there, too.
+
+    A run that broke off could not go on without it, which is said; one that is to end with its best checkpoint, which
+    every rank loads, is refused.
+    """
+    folder = Path(plan.run_dir)
+    if world.num_processes == world.num_local_processes or world.local_rank or _is_seen(folder):
+        return
+    where = f"{folder} of rank 0 is not seen on {socket.gethostname()}"
+    fix = "Put the run folder where every machine sees it, by --run-dir DIR"
+    if recipe.arguments.get("load_best_model_at_end"):
+        message = f"{where}, and at the end every rank loads the best checkpoint from there"
+        raise Refused(Problem(message, fix, recipe.path, "training.load_best_model_at_end"))
+    print(f"note: {where}: should the run break off, it cannot go on. {fix}", file=sys.stderr, flush=True)
+
+
+def _is_seen(folder: Path) -> bool:
+    """Whether the lock that rank 0 holds tells of this launch; disks of other machines show it with a delay."""
+    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
+    while True:
+        with suppress(OSError):
+            if (folder / LOCK).read_text(encoding="utf-8") == _launch_name():
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def _launch_name() -> str:
+    """Return what all ranks of this launch know, and hardly those of another one."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join(os.environ.get(name, "") for name in names)
 
 
 @contextmanager
@@ -93,6 +134,8 @@ def open_run_folder(plan: Plan, recipe: Recipe, identity: Identity, keep: bool) 
     with lock:
         _hold(lock.fileno(), folder)
         try:
+            lock.write(_launch_name())
+            lock.flush()
             _write_beginning(plan, recipe, identity, folder)
         except OSError as error:
             fix = "Make room, or use --run-dir DIR"

@@ -32,6 +32,7 @@ class _Watch:
         """Know nothing."""
         self.deferred = False
         self.asked: int | None = None
+        self.closed = False
         self.lock = threading.Lock()
         self.ears: tuple[socket.socket, socket.socket] | None = None
 
@@ -89,6 +90,11 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def close_ears() -> None:
+    """Ignore further signals, from any thread: the process is about to end with a code of its own."""
+    _watch.closed = True
+
+
 def signal_name(number: int) -> str:
     """Return a name such as SIGTERM."""
     if number == LAUNCHER_ENDED:
@@ -106,6 +112,8 @@ def _listen(heard: socket.socket) -> None:
 
 def _act(number: int) -> None:
     with _watch.lock:
+        if _watch.closed:
+            return
         if not _watch.deferred:
             _leave(number, "before training began or after it ended; run the same command again", EXIT_INTERRUPTED)
         if _watch.asked is not None and number == LAUNCHER_ENDED:

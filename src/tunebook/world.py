@@ -18,6 +18,8 @@ from tunebook.launch_command import (
     read_launch,
     render_launch,
 )
+from tunebook.network import check_reached
+from tunebook.sharding import is_sharded
 
 _LAUNCHER_NAMES: dict[Launcher, str] = {
     "accelerate": "accelerate launch",
@@ -32,8 +34,8 @@ class World:
     """Processes, ranks, device and backend of this run, read once from the launcher's environment.
 
     `backend` is None for a single process (no process group is made). `device_type` is "cuda" or "cpu"; `num_gpus` are
-    the visible ones, used or not. `notes` are lines that rank 0 prints first, e.g. that the launcher started fewer
-    processes than were asked for.
+    the visible ones, used or not. `shards` tells that accelerate shards the model over them (FSDP2). `notes` are lines
+    that rank 0 prints first, e.g. that the launcher started fewer processes than were asked for.
     """
 
     num_processes: int = 1
@@ -44,6 +46,7 @@ class World:
     num_gpus: int = 0
     backend: str | None = None
     launcher: Launcher = "python"
+    shards: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -87,10 +90,9 @@ def read_world(
     """Return the world that `accelerate launch`, torchrun, `tunebook launch` or plain python made.
 
     `compute_dtype` is the recipe's `model.dtype`, `ddp_backend` its `training.ddp_backend`. The function reads nothing
-    but its arguments when `surroundings` are given. torch is imported only where a GPU could be (`count_gpus`).
+    but its arguments when `surroundings` are given; else it also sees that rank 0's machine is reached, where there are
+    several. torch is imported only where a GPU could be (`count_gpus`).
     Raises Refused with everything that is wrong with the launch, each with the command to type instead.
-
-    One process runs with the threads the user gave it: torchrun and accelerate set OMP_NUM_THREADS=1 only for several.
     """
     around = surroundings if surroundings is not None else look_around(environ)
     launch = read_launch(environ, around)
@@ -101,6 +103,8 @@ def read_world(
     problems += check_strategy(launch, ranks)
     problems += check_precision(launch, compute_dtype)
     problems += check_backend(ddp_backend, launch.device_type, ranks.num_processes)
+    if not problems and surroundings is None:
+        problems += check_reached(environ)
     if problems:
         raise Refused(problems)
     return World(
@@ -112,6 +116,7 @@ def read_world(
         num_gpus=launch.num_gpus,
         backend=_backend(ddp_backend, launch.device_type, ranks.num_processes),
         launcher=launch.launcher,
+        shards=is_sharded(launch, ranks.num_processes),
         notes=tuple(_notes(launch, ranks, around.has_gpu_node)),
     )
 

@@ -1,5 +1,6 @@
 """What a recipe may ask of the loop in train_ddp.py, which does less than Trainer: anything else is refused by name."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -43,6 +44,9 @@ def check_hand_loop(recipe: Recipe) -> None:
         fix = "Set model.dtype: bfloat16 or float32, or train with finetune.py"
         key = "model.dtype" if recipe.model.dtype == "float16" else "training.fp16"
         problems.append(Problem("float16 needs a scaled loss, which train_ddp.py does not have", fix, recipe.path, key))
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        fix = "Start it with accelerate_configs/ddp.yaml, or train with finetune.py"
+        problems.append(Problem("train_ddp.py shards nothing: it is DDP by hand", fix, "ACCELERATE_USE_FSDP"))
     if problems:
         raise Refused(problems)
 

@@ -7,6 +7,7 @@ from torch import distributed
 
 from tunebook.adapter import tensor_sha256
 from tunebook.errors import Problem, Refused, TrainingFailed
+from tunebook.whereabouts import arrive
 
 
 def check_same_start(facts: Mapping[str, Any]) -> None:
@@ -46,6 +47,7 @@ def check_replicas(model: Any, step: int) -> None:
 def _gather(value: dict[str, str]) -> list[dict[str, str]]:
     if not distributed.is_initialized():
         return [value]
+    arrive("the comparison of all ranks")
     by_rank: list[dict[str, str]] = [{}] * distributed.get_world_size()
     distributed.all_gather_object(by_rank, value)
     return by_rank

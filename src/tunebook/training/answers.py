@@ -40,13 +40,14 @@ def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote is optional
     encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     longest = max((len(encode(one.answer)) for one in examples), default=0)
     max_new_tokens = min(longest + ANSWER_MARGIN_TOKENS, MAX_ANSWER_TOKENS)
-    share = examples[world.rank :: world.num_processes]
+    # Every forward pass of a sharded model is a meeting of all processes, so there each answers all prompts.
+    share = examples if world.shards else examples[world.rank :: world.num_processes]
     # Prompts of like length share a batch, and get back to their places afterwards.
     by_length = sorted(range(len(share)), key=lambda place: len(share[place].prompt_ids))
     answers = [""] * len(share)
     with _answering(model, getattr(torch, compute_dtype)) as bare_model:
         for start in range(0, len(share), ANSWER_BATCH_SIZE):
-            if vote is not None and vote.is_asked:
+            if vote is not None and vote.is_asked and not world.shards:
                 break
             places = by_length[start : start + ANSWER_BATCH_SIZE]
             prompts = [share[place].prompt_ids for place in places]
@@ -55,7 +56,7 @@ def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote is optional
                 answers[place] = text
     if vote is not None:
         vote.agree()
-    return gather_shares(answers)
+    return answers if world.shards else gather_shares(answers)
 
 
 def num_exact_matches(examples: Sequence[HeldOutExample], answers: Sequence[str]) -> int:

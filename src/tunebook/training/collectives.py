@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from tunebook.whereabouts import arrive
+
 
 def sum_over_processes(values: Sequence[float], device: str) -> list[float]:
     """Return the element-wise sum over all processes, added in float64 (exact for integers below 2**53)."""
@@ -21,6 +23,7 @@ def gather_shares(share: Sequence[Any]) -> list[Any]:
     """Return the items of all processes in order, where process r of P holds items r, r + P, r + 2P..."""
     if not distributed.is_initialized():
         return list(share)
+    arrive("the gathering of what each rank has")
     shares: list[Sequence[Any]] = [()] * distributed.get_world_size()
     distributed.all_gather_object(shares, list(share))
     return [shares[place % len(shares)][place // len(shares)] for place in range(sum(map(len, shares)))]
@@ -30,6 +33,7 @@ def from_rank_0(value: Any) -> Any:
     """Return rank 0's value on every process, for what only rank 0 can know or decide."""
     if not distributed.is_initialized():
         return value
+    arrive("the word of rank 0")
     values = [value]
     distributed.broadcast_object_list(values, src=0)
     return values[0]
@@ -38,12 +42,14 @@ def from_rank_0(value: Any) -> Any:
 def wait_for_all() -> None:
     """Return when every process has come here."""
     if distributed.is_initialized():
+        arrive("the wait for all ranks")
         distributed.barrier()
 
 
 def _reduce(values: Sequence[float], device: str, operation: str) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     if distributed.is_initialized():
+        arrive("a sum over all ranks")
         distributed.all_reduce(tensor, op={"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}[operation])
     reduced: list[float] = tensor.tolist()
     return reduced

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 from tunebook.checkpoints import list_checkpoints
-from tunebook.errors import Interrupted, TrainingFailed
+from tunebook.errors import LAUNCHER_NOTICES_SECONDS, PEER_ENDED, Interrupted, TrainingFailed, is_peer_gone
 from tunebook.plan import Plan
 from tunebook.signals import deferred_signals, ignore_signals
 from tunebook.training.collectives import wait_for_all
 from tunebook.training.outcome import Training
 from tunebook.training.stopping import StopAgreed
 
-# What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
-PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
-# torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
-LAUNCHER_NOTICES_SECONDS = 0.5
+# What they say when nothing came within the time-out; where it is known who is behind, the watchdog has said so before.
+TIMED_OUT = ("timed out waiting", "operation timed out", "timeout waiting")
 AGAIN = "run the same command again"
 # torch has an error of its own for a GPU, and none for a CPU.
 NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -65,12 +63,19 @@ def explaining(trainer: Training, plan: Plan) -> Iterator[None]:
         said = str(error).lower()
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in NO_MEMORY):
             raise TrainingFailed(_render_out_of_memory(trainer, plan), befell="this rank") from error
-        if any(words in said for words in PEER_IS_GONE):
-            last = _last_checkpoint(plan)
-            message = f"another process of the group ended; the launcher names the one that did so first. {last}"
+        if is_peer_gone(error):
             time.sleep(LAUNCHER_NOTICES_SECONDS)
-            raise TrainingFailed(message, befell="another rank") from error
+            raise TrainingFailed(f"{PEER_ENDED}. {_last_checkpoint(plan)}", befell="another rank") from error
+        if any(words in said for words in TIMED_OUT):
+            raise TrainingFailed(_render_timed_out(trainer, plan), befell="this rank") from error
         raise
+
+
+def _render_timed_out(trainer: Training, plan: Plan) -> str:
+    return (
+        f"nothing came from the other ranks in step {trainer.state.global_step + 1} within training.ddp_timeout. If "
+        f"none of them hangs, the network between them does; {AGAIN} once it is mended. {_last_checkpoint(plan)}"
+    )
 
 
 def _render_out_of_memory(trainer: Training, plan: Plan) -> str:

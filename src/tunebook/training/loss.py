@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tunebook.errors import TrainingFailed
+from tunebook.sharding import whole
 from tunebook.training.batches import IGNORED_LABEL
 
 DIVERGED_ADVICE = (
@@ -45,5 +46,5 @@ def check_finite(loss: float, step: int, rate: float) -> None:
 def check_weights_finite(model: Any) -> None:
     """Raise TrainingFailed, on every process alike, rather than hand out weights that are no numbers."""
     for name, weight in model.named_parameters():
-        if weight.requires_grad and not torch.isfinite(weight).all():
+        if weight.requires_grad and not torch.isfinite(whole(weight)).all():
             raise TrainingFailed(f"{name} is not finite after the last step. {DIVERGED_ADVICE}")

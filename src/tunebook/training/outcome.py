@@ -21,6 +21,7 @@ from tunebook.training.ready import ReadyRun
 from tunebook.training.reporting import ProgressReport, keep_metrics
 from tunebook.training.stopping import StopVote
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
+from tunebook.watchdog import set_last_words
 from tunebook.writing import explain_unwritten
 
 ACCURACY = "eval_token_accuracy"
@@ -82,19 +83,25 @@ class Record:
     @contextmanager
     def kept(self, trainer: Training) -> Iterator[None]:
         """Write down how the run ended if it ends with an error inside, after how many steps and seconds."""
+        if self._run.world.is_main:
+            set_last_words(lambda reason: self._note_failure(trainer, TrainingFailed(reason)))
         try:
             yield
         except BaseException as error:
-            step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
-            wall = self._run.wall.seconds
-            self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
-            with suppress(OSError):  # on a full disk it is the first error that should be seen
-                self._write()
+            self._note_failure(trainer, error)
             raise
         finally:
+            set_last_words(None)
             self._memory.stop()
             if self.report is not None:
                 self.report.close()
+
+    def _note_failure(self, trainer: Training, error: BaseException) -> None:
+        step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
+        wall = self._run.wall.seconds
+        self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
+        with suppress(OSError):  # on a full disk it is the first error that should be seen
+            self._write()
 
     def note_before(self, before: HeldOut) -> None:
         """Note what the model could do before step 1."""
@@ -167,14 +174,16 @@ def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
     What rank 0 writes must be what all ranks trained: a step whose gradient was not reduced on all of them, which DDP
     would only notice in the next one, ends here.
     """
-    check_replicas(model, run.plan.num_optimizer_steps or 0)
+    if not run.world.shards:
+        check_replicas(model, run.plan.num_optimizer_steps or 0)
     check_weights_finite(model)
+    tensors = exported_tensors(model) if run.world.shards else None
     notes: tuple[str, ...] = ()
     problem = None
     if run.world.is_main:
         folder = Path(run.plan.adapter_dir)
         try:
-            notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id)
+            notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id, tensors)
         # torch and safetensors have errors of their own for a full disk.
         except (OSError, RuntimeError, SafetensorError) as error:
             problem = f"{explain_unwritten(error, folder)}. Make room and run the same command again"

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 
 from tunebook.training.reporting import ProgressReport
+from tunebook.whereabouts import begin_step
 
 
 def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
@@ -31,12 +32,14 @@ class Progress:
 
     def begin(self) -> None:
         """Start the bar, and the clock of the time left."""
+        begin_step(1)
         if self._report is not None:
             self._report.on_train_begin(self._arguments, self.state, TrainerControl())
 
     def step(self, epoch: float) -> TrainerControl:
         """Count an optimizer step that brought training to `epoch`; return what is due after it."""
         self.state.global_step += 1
+        begin_step(self.state.global_step + 1)
         self.state.epoch = epoch
         is_last = self.state.global_step >= self.state.max_steps
         due = TrainerControl()

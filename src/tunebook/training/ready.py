@@ -21,6 +21,9 @@ from tunebook.training.measuring import Stopwatch
 from tunebook.training.packing import check_rows_apart
 from tunebook.world import World
 
+# Of which all ranks need the same version: another one may draw, round or lay out batches in another way.
+PACKAGES = ("tunebook", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "tokenizers")
+
 
 @dataclass(frozen=True)
 class ReadyRun:
@@ -78,8 +81,7 @@ def start_facts(recipe: Recipe, plan: Plan, data: PreparedData) -> dict[str, Any
         "rows per step": plan.global_batch_size,
         "micro-steps per step": plan.gradient_accumulation_steps,
         "compute type": plan.compute_dtype,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        **{name: version(name) for name in PACKAGES},
         **_by_key(recipe.resolved),
     }
 

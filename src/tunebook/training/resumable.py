@@ -16,6 +16,7 @@ from tunebook.training.collectives import sum_over_processes
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.saving import Progress, random_states, restore_random_states, save_checkpoint, sum_tokens
 from tunebook.training.stopping import StopVote
+from tunebook.whereabouts import arrive, begin_step
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,20 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         tokens = replace(self.tokens)
         self._window = OpenWindow(tokens, self._tr_loss.clone(), self._states_at_step_end)
         self._num_micro_steps = 0
+        begin_step(self.state.global_step + 1)
         return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the labels of the step over all processes."""
+        arrive("the count of the step's labels")
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss; the backward pass that follows meets the other processes in the last micro-batch."""
+        loss = super().compute_loss(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            arrive("the backward pass")
+        return loss
 
     def close_window(self) -> None:
         """Note that the step is done; called at its end."""
@@ -93,7 +107,9 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         anything. The first one is run in any case: DDP may arrange its buckets, collectively, in its forward pass.
         """
         is_last = self.accelerator.sync_gradients
-        if is_last or (self._num_micro_steps > 0 and self.vote.is_asked):
+        # Every forward pass of a sharded model is a meeting, which nobody may leave for the vote.
+        may_leave = self._num_micro_steps > 0 and not self.is_fsdp_enabled
+        if is_last or (may_leave and self.vote.is_asked):
             self.vote.agree()
         self._num_micro_steps += 1
 
@@ -108,8 +124,11 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
     def save_where_it_stands(self) -> int:
         """Save a checkpoint after the last whole step, dropping an unfinished one; return the step it was saved after.
 
-        0 where no step was done. After the best model was loaded at the end there is nothing to save but what is.
+        0 where no step was done, or the model is sharded. After the best model was loaded at the end there is nothing
+        to save but what is.
         """
+        if self.is_fsdp_enabled:
+            return 0
         is_over = not self.is_in_train and self.args.load_best_model_at_end
         is_due = self._evaluation_due and self.is_in_train
         if is_over or (self.state.global_step == self.saved_step and not is_due):

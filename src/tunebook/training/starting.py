@@ -52,6 +52,8 @@ def find_start(  # noqa: PLR0913, PLR0917 - what a run is made of
     with refuse_together():
         if world.is_main:
             start = _decide(recipe, plan, build_identity(recipe, plan, tokenizer, data), fresh)
+            if world.shards and start.checkpoint is not None:
+                raise Refused(_no_shards(start.checkpoint))
     start = from_rank_0(start)
     assert start is not None
     with refuse_together():
@@ -106,6 +108,13 @@ def _check_length(plan: Plan, checkpoint: Checkpoint) -> None:
         message = f"{checkpoint.folder} is after step {checkpoint.step}, and this run would end at step {total}"
         fix = "Restore num_train_epochs or max_steps, or add --fresh to set that run aside and start over"
         raise Refused(Problem(message, fix, plan.recipe, "training"))
+
+
+def _no_shards(checkpoint: Checkpoint) -> Problem:
+    fix = "Start it with accelerate_configs/ddp.yaml, or add --fresh to set that run aside and start over"
+    return Problem(
+        "was saved by a run that did not shard the model, and FSDP2 does not go on from it", fix, str(checkpoint.folder)
+    )
 
 
 def _check_visible(chosen: Checkpoint, world: World) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from tunebook.signals import asked_signal, signal_name
+from tunebook.whereabouts import arrive
 
 POLL_SECONDS = 0.25
 # One key per vote that this process has held: what was said in an earlier run of the same group is over.
@@ -48,6 +49,7 @@ class StopVote:
         """Return when no process was asked to stop, else raise StopAgreed on all of them; each must call it."""
         number = self._asked() or 0
         if self._is_shared:
+            arrive("the vote on going on")
             vote = torch.tensor([number])
             distributed.all_reduce(vote, op=distributed.ReduceOp.MAX, group=self._group)
             number = int(vote)

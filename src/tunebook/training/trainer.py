@@ -87,7 +87,7 @@ class RecipeTrainer(ResumableTrainer):
         num_right = torch.zeros((), dtype=torch.int64, device=self.args.device)
         num_labels = 0
         for batch in dataloader:
-            if self.vote.is_asked:
+            if self.vote.is_asked and not self.is_fsdp_enabled:
                 break
             num_labels += batch["num_trained_tokens"]
             inputs = self._prepare_input(tensors_of(batch))
