@@ -1,6 +1,7 @@
 """A cache folder is whole or absent, whoever makes it and however that ends."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from tunebook.data.cache import cache_root, digest_of, load_manifest, load_or_make
+from tunebook.data.cache import cache_root, digest_of, file_sha256, load_manifest, load_or_make
 from tunebook.errors import Problem, Refused
 
 
@@ -32,7 +33,7 @@ def test_a_folder_is_made_once(tmp_path):
     assert (folder / "rows").read_text() == "many rows"
 
 
-@pytest.mark.parametrize("damage", ["short", "gone", "no manifest", "half a manifest"])
+@pytest.mark.parametrize("damage", ["short", "gone", "other bytes", "no manifest", "half a manifest", "other facts"])
 def test_a_damaged_folder_is_made_again(tmp_path, damage):
     folder = tmp_path / "key"
     load_or_make(folder, write_rows)
@@ -40,6 +41,11 @@ def test_a_damaged_folder_is_made_again(tmp_path, damage):
         (folder / "rows").write_text("many")
     elif damage == "gone":
         (folder / "rows").unlink()
+    elif damage == "other bytes":
+        (folder / "rows").write_text("mANY ROWS")
+    elif damage == "other facts":
+        manifest = folder / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"num_rows": 3', '"num_rows": 4'))
     elif damage == "no manifest":
         (folder / "manifest.json").unlink()
     else:
@@ -83,6 +89,29 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path):
         load_or_make(tmp_path / "cache" / "tokens" / "key", write_rows)
 
 
+@pytest.mark.parametrize("place", ["/proc/tunebook", "/dev/null/tunebook", "loop", "n" * 300])
+def test_a_cache_where_no_folder_can_be_made_is_refused(tmp_path, place):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(Refused, match=r"the cache folder can't be written: .*TUNEBOOK_CACHE"):
+        load_or_make(tmp_path / place / "tokens" / "key", must_not_run)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no flock"), OSError(errno.ENOLCK, "No locks available")])
+def test_a_cache_on_a_disk_without_locks_is_refused(tmp_path, monkeypatch, error):
+    def acquire(*args, **options):
+        raise error
+
+    monkeypatch.setattr("tunebook.data.cache.FileLock.acquire", acquire)
+    with pytest.raises(Refused, match=r"the cache folder can't be written: No locks available.*TUNEBOOK_CACHE"):
+        load_or_make(tmp_path / "key", must_not_run)
+
+
+def test_a_cache_in_the_home_of_nobody_is_refused(monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", "~nobody-of-that-name/cache")
+    with pytest.raises(Refused, match=r"TUNEBOOK_CACHE: the cache folder has no place"):
+        cache_root()
+
+
 def test_an_error_in_the_data_is_not_blamed_on_the_cache(tmp_path):
     def fail(folder):
         raise PermissionError(errno.EACCES, "Permission denied", "/data/rows.jsonl")
@@ -97,6 +126,25 @@ def test_the_cache_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("TUNEBOOK_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_root() == tmp_path / ".cache" / "tunebook"
+
+
+def test_a_digest_is_remembered_until_the_file_changes_and_never_where_it_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "rows"
+    path.write_text("many")
+    digest = hashlib.sha256(b"many").hexdigest()
+    assert file_sha256(path) == digest
+    assert not (tmp_path / "cache").exists(), "a file this young may change without its times telling"
+    monkeypatch.setattr("tunebook.data.cache._SETTLED_SECONDS", -1)
+    assert file_sha256(path) == digest
+    [remembered] = (tmp_path / "cache" / "digests").iterdir()
+    remembered.write_text("0" * 64)
+    assert file_sha256(path) == "0" * 64, "not read again"
+    remembered.write_text("0" * 63)
+    assert file_sha256(path) == digest
+    os.utime(path, (1, 1))
+    path.write_text("MANY")
+    assert file_sha256(path) == hashlib.sha256(b"MANY").hexdigest()
 
 
 def test_the_digest_depends_on_every_part():

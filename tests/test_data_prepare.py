@@ -275,6 +275,16 @@ def test_the_second_call_reads_what_the_first_made(tmp_path, cache, monkeypatch)
     assert len(made_folders(cache)) == 1
 
 
+def test_tokens_whose_bytes_were_flipped_in_the_cache_are_made_again(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:20])
+    first = prepare(path)
+    rows, arrow = first.train[:], first.folder / "train.arrow"
+    content = bytearray(arrow.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 40] = bytes(40)
+    arrow.write_bytes(content)
+    assert prepare(path).train[:] == rows
+
+
 def test_whatever_changes_the_tokens_makes_them_anew(tmp_path, cache):  # case C01
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:20])
     prepare(path)

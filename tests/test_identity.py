@@ -97,6 +97,7 @@ def test_a_base_is_known_by_its_weights_wherever_it_stands(tmp_path):
 
 def test_a_base_that_was_read_once_is_not_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tunebook.data.cache._SETTLED_SECONDS", -1)  # as if the file were old
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     digest = folder_digest(str(tmp_path))
     monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("read again"))

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,14 +20,21 @@ from tunebook.errors import Problem, Refused
 from tunebook.writing import write_whole
 
 _MANIFEST = "manifest.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # Long waits are normal (another process tokenises a large data set), so look rarely.
 _POLL_SECONDS = 0.2
+# A file that is written again within one tick of the disk's clock has the same times, so a young one isn't remembered.
+_SETTLED_SECONDS = 2.0
+_OTHER_FOLDER = "Set TUNEBOOK_CACHE to a folder you own"
 
 
 def cache_root() -> Path:
-    """Return the cache folder: TUNEBOOK_CACHE, or ~/.cache/tunebook."""
+    """Return the cache folder: TUNEBOOK_CACHE, or ~/.cache/tunebook. Raises `Refused` where `~` is nobody's home."""
     given = os.environ.get("TUNEBOOK_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "tunebook"
+    try:
+        return Path(given or "~/.cache/tunebook").expanduser()
+    except RuntimeError as error:
+        raise Refused(Problem(f"the cache folder has no place: {error}", _OTHER_FOLDER, "TUNEBOOK_CACHE")) from error
 
 
 def digest_of(parts: Mapping[str, Any]) -> str:
@@ -38,32 +47,40 @@ def file_sha256(path: Path) -> str:
     status = path.stat()
     seen = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     remembered = cache_root() / "digests" / digest_of({"file": seen})
-    with suppress(OSError):
-        return remembered.read_text(encoding="utf-8")
+    with suppress(OSError, ValueError):
+        if _SHA256.fullmatch(digest := remembered.read_text(encoding="utf-8")):
+            return digest
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with suppress(OSError):  # a cache that cannot be written costs time alone
-        write_whole(remembered, digest)
+    if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
+        with suppress(OSError):  # a cache that cannot be written costs time alone
+            write_whole(remembered, digest)
     return digest
 
 
 def load_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a prepared folder, or None where the folder is absent or a file of it is damaged.
 
-    The manifest is written last and holds the size of every file, so half-written folders are never taken for whole.
+    The manifest is written last and holds the size and the sha256 of every file and its own, so neither half-written
+    folders nor changed bytes are taken for whole.
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in manifest["file_sizes"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        own, sizes, digests = manifest.pop("manifest_sha256"), manifest["file_sizes"], manifest["file_sha256"]
+        is_whole = (
+            own == digest_of(manifest)
+            and sizes == {name: (folder / name).stat().st_size for name in sizes}
+            and digests == {name: file_sha256(folder / name) for name in sizes}
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return manifest if sizes == manifest["file_sizes"] else None
+    return manifest if is_whole else None
 
 
 def load_or_make(folder: Path, make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """Return the manifest of `folder`, after `make` filled it if it isn't there yet.
 
-    `make` writes files into the folder it is given and returns what the manifest is to say beside their sizes. Of
+    `make` writes files into the folder it is given and returns what the manifest is to say beside their digests. Of
     several processes one makes it and the others wait, for as long as it takes and without a process group. A process
     that is killed leaves a partial folder that nobody reads and the next one removes. Raises `Refused` where the cache
     can't be written.
@@ -87,6 +104,10 @@ def _only_one(folder: Path) -> Iterator[None]:
     except Timeout:
         say_waiting()
         lock.acquire()
+    except NotImplementedError as error:  # some network disks have no locks
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(folder)) from error
+    except OSError as error:  # flock's own errors name no file
+        raise OSError(error.errno, error.strerror, str(folder)) from error
     try:
         yield
     finally:
@@ -100,9 +121,12 @@ def _make_whole(folder: Path, make: Callable[[Path], Mapping[str, Any]]) -> dict
     partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex}")
     partial.mkdir()
     try:
-        facts = dict(make(partial))
-        facts["file_sizes"] = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        (partial / _MANIFEST).write_text(json.dumps(facts), encoding="utf-8")
+        facts: dict[str, Any] = json.loads(json.dumps(dict(make(partial))))  # as it will be read
+        files = sorted(partial.iterdir())
+        facts["file_sizes"] = {file.name: file.stat().st_size for file in files}
+        facts["file_sha256"] = {file.name: file_sha256(file) for file in files}
+        whole = {**facts, "manifest_sha256": digest_of(facts)}
+        (partial / _MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
         _flush_to_disk(partial)
         if folder.exists():  # damaged: a whole one would have been returned before
             shutil.rmtree(folder)
@@ -125,16 +149,16 @@ def _flush_to_disk(folder: Path) -> None:
 
 @contextmanager
 def _writable(folder: Path) -> Iterator[None]:
-    """Turn a full disk or a folder without write permission into a refusal; other errors pass."""
+    """Turn a full disk and every error about the cache itself into a refusal; other errors pass."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             message = f"no space left for the prepared data: {error.strerror}"
             raise Refused(Problem(message, MORE_ROOM, where=str(folder))) from error
-        if _concerns(error, folder) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+        if _concerns(error, folder):
             message = f"the cache folder can't be written: {error.strerror}"
-            raise Refused(Problem(message, "Set TUNEBOOK_CACHE to a folder you own", where=str(folder))) from error
+            raise Refused(Problem(message, _OTHER_FOLDER, where=str(folder))) from error
         raise
 
 
