@@ -252,11 +252,110 @@ def test_a_template_that_would_leave_something_out_is_noticed(tmp_path):
     call = [{"name": "look", "arguments": {}}]
     for template, messages, reason in (
         (silent, talk("Hi", "Hello", system="Be brief."), "does not show the system turn"),
-        (CHATML, [*talk("Hi"), {"role": "assistant", "content": "", "tool_calls": call}], "not show the tool 'look'"),
+        (
+            CHATML,
+            [*talk("Hi"), {"role": "assistant", "content": "", "tool_calls": call}],
+            "not show the call of 'look'",
+        ),
     ):
         tokenizer.chat_template = template
         with pytest.raises(Refused, match=reason):
             prepare(tmp_path, [{"messages": messages}], tokenizer)
+
+
+# Writes thoughts as Qwen3's template does: those of answers before the last question are left out.
+THOUGHTFUL = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set content = m.content %}{% set thought = '' %}"
+    "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}{% elif '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
+    "{% else %}{{ content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def thinking(key="reasoning_content"):
+    messages = talk("Hi", "Hello", "Count.", "one")
+    messages[1][key], messages[3][key] = "first\nthought", "\nsecond\n"
+    return messages
+
+
+def test_thoughts_of_each_trained_answer_are_trained_and_those_before_it_are_not(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = THOUGHTFUL
+    written = talk("Hi", "<think>first\nthought</think>Hello", "Count.", "<think>\nsecond\n</think>\none")
+    for messages in (thinking(), thinking("thinking"), written):
+        rows = [
+            tokenizer.decode(row["input_ids"]) for row in prepare(tmp_path, [{"messages": messages}], tokenizer).train
+        ]
+        assert [row.split("assistant\n")[-1] for row in rows] == [
+            "<think>\nfirst\nthought\n</think>\n\nHello<|im_end|>",
+            "<think>\nsecond\n</think>\n\none<|im_end|>",
+        ]
+        assert "first" not in rows[1]
+
+
+ANSWER = "m['content'] +"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (CHATML, thinking(), "does not show the answer's reasoning_content"),
+        (CHATML, thinking("thinking"), "does not show the answer's thinking"),
+        (
+            CHATML.replace(ANSWER, "m['content'][:30] +"),
+            talk("Hi", "long " * 10),
+            "changes or cuts the answer 'long long",
+        ),
+        (CHATML.replace(ANSWER, "m['content'] | replace('red', 'blue') +"), talk("Hi", "red"), "changes or cuts"),
+        (CHATML.replace(ANSWER, "m['content'].split('</think>')[-1] +"), talk("Hi", "<think>a</think>b"), "cuts the"),
+        (CHATML.replace(ANSWER, "m['content'] + ('!' if 'red' in m['content'] else '') +"), talk("Hi", "red"), "cuts"),
+        (CHATML.replace(ANSWER, "m['content'].split('.')[0] +"), talk("Hi", "a. b", "Go", "c"), "the answer 'a. b'"),
+        (
+            CHATML.replace("in messages %}", "in messages if 'secret' not in m.content %}"),
+            talk("A secret", "a", "Go", "c"),
+            "does not show what the user says: 'A secret'",
+        ),
+    ],
+)
+def test_a_template_that_would_hide_or_change_an_answer_is_noticed(tmp_path, template, messages, reason):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(Refused, match=reason):
+        prepare(tmp_path, [{"messages": messages}], tokenizer)
+
+
+def test_a_call_that_is_not_in_its_answer_is_noticed_where_the_tools_name_it(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}" + CHATML
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    call = [{"name": "look", "arguments": {"at": 1}}]
+    rows = [{"messages": [*talk("Hi"), {"role": "assistant", "content": "So", "tool_calls": call}], "tools": tools}]
+    with pytest.raises(Refused, match="does not show the call of 'look'"):
+        prepare(tmp_path, rows, tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        ANSWER, "m['content'] + (m.tool_calls[0].function.name if m.tool_calls else '') +"
+    )
+    with pytest.raises(Refused, match="does not show 'at' of the call of 'look'"):
+        prepare(tmp_path, rows, tokenizer)
+
+
+def test_turns_after_the_last_trained_answer_are_counted(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    rows = [{"messages": talk("Hi", "Hello", *rest)} for rest in ((), ("Count.",), ("Count.", "one"), ("More",))]
+    data = prepare(tmp_path, rows, tokenizer)
+    assert data.notes == (
+        "2 conversations go on after the last answer that is trained; the turns after it are left out",
+    )
+    assert "Count" not in tokenizer.decode(data.train[1]["input_ids"])
+    assert prepare(tmp_path, rows[1:3], tokenizer).notes[0].startswith("1 conversation goes on")
+    assert prepare(tmp_path, rows[:1], tokenizer).notes == ()
 
 
 def test_a_base_model_without_a_template_needs_one_for_conversations(tmp_path):  # case H01

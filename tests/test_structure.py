@@ -79,6 +79,7 @@ ORDER = [
     "data.turn_shape",
     "data.templates",
     "data.prompts",
+    "data.shown",
     "data.chat_prompts",
     "data.tokens",
     "data.overflow",

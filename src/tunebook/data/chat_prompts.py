@@ -1,10 +1,10 @@
 """Prompts and responses by a chat template: every trained turn rendered as generation would see it."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tunebook.data.conversation import Conversation, Fault, TrainOn
-from tunebook.data.messages import tool_name
 from tunebook.data.prompts import (
     PROBE,
     AlpacaPrompts,
@@ -18,6 +18,7 @@ from tunebook.data.prompts import (
     special_tokens,
     text_turn,
 )
+from tunebook.data.shown import find_unshown
 from tunebook.data.templates import set_template
 from tunebook.data.turn_shape import TurnShape, find_turn_shape
 from tunebook.errors import Problem, Refused
@@ -87,10 +88,11 @@ class ChatPrompts:
             return Fault("", "its last answer has weight 0, and data.train_on is last_response")
         try:
             turns = [self._render_turn(fields, place, is_marked) for place in places]
-            self._check_shown(fields, places[-1], turns[-1])
-            return turns
         except _NotShown as reason:
             return Fault("", str(reason))
+        unshown = partial(find_unshown, fields, tail=self._kept_tail)
+        hidden = next(filter(None, map(unshown, places, turns)), "")
+        return Fault("", hidden) if hidden else turns
 
     def _render_turn(self, row: Conversation, place: int, is_marked: bool) -> Turn:
         """Return the assistant's turn at `place`: the prompt as generation has it there, and what is answered."""
@@ -112,17 +114,6 @@ class ChatPrompts:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise _NotShown(f"the chat template fails on it: {reason}") from error
         return rendered
-
-    def _check_shown(self, row: Conversation, last: int, turn: Turn) -> None:
-        """Raise `_NotShown` where the template leaves out a system turn, a tool or a call: the model must see them."""
-        shown = turn.prompt + turn.response
-        names = [str(tool_name(tool)) for tool in row.tools]
-        for message in row.messages[: last + 1]:
-            names += [call["function"]["name"] for call in (message.more or {}).get("tool_calls", ())]
-            if message.role == "system" and message.content.strip() not in shown:
-                raise _NotShown("the chat template does not show the system turn")
-        if missing := [name for name in names if name not in shown]:
-            raise _NotShown(f"the chat template does not show the tool {missing[0]!r}")
 
     def _probe(self) -> tuple[str, str]:
         """Return prompt and whole text of the probe. Raises `Refused` where they can't be had or don't fit."""

@@ -19,7 +19,7 @@ from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
 from tunebook.recipe.schema import Recipe
 
 # Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
-_VERSION = 4
+_VERSION = 5
 _BAD_ROWS_IN_MEMORY = 1000
 
 
@@ -148,6 +148,15 @@ def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: st
     )
 
 
+def _notes(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the user should know of the prepared rows."""
+    count = manifest["num_open_rows"]
+    if not count:
+        return ()
+    rows = "1 conversation goes" if count == 1 else f"{count:,} conversations go"
+    return (f"{rows} on after the last answer that is trained; the turns after it are left out",)
+
+
 def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fingerprint: str) -> PreparedData:
     from datasets import Dataset
 
@@ -164,7 +173,7 @@ def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fi
         template=manifest["template"],
         forms=tuple(manifest["forms"]),
         quarantined=tuple(islice(read_quarantine(folder / QUARANTINE_FILE, source.names), _BAD_ROWS_IN_MEMORY)),
-        notes=source.notes,
+        notes=(*source.notes, *_notes(manifest)),
         folder=folder,
         source_names=source.names,
         rows_by_part=tuple(manifest["rows_by_part"]),

@@ -61,6 +61,7 @@ class Written:
     num_bad_rows: int = 0  # that the template can't show
     num_split_rows: int = 0  # added where a conversation became several rows
     num_repeated_rows: int = 0  # copies, parts of split rows included
+    num_open_rows: int = 0  # with turns after the last trained answer, which are left out
     longer_places: list[str] = field(default_factory=list)  # of the first rows that are longer than the limit
 
 
@@ -110,6 +111,7 @@ class Preparation:
             "examples": examples,
             "rows_by_part": scan.rows_by_part,
             "truncation_table": table_as_json(overflow.table()),
+            "num_open_rows": written.num_open_rows,
         }
         return {"counts": asdict(counts), **facts, **self._described(scan.forms)}
 
@@ -180,6 +182,7 @@ class Preparation:
                 parts = [train_whole(part) for part in parts]
             found += parts * used.copies
             ordinals += [used.ordinal] * (len(parts) * used.copies)
+            written.num_open_rows += _goes_on(used.placed.row, train_on)
             written.num_split_rows += len(parts) - 1
             written.num_repeated_rows += len(parts) * (used.copies - 1)
         return ordinals, found
@@ -260,6 +263,11 @@ def _as_rows(parts: list[EncodedTurn]) -> list[EncodedTurn]:
     return [part._replace(answer_start=len(part.prompt_ids) + len(part.response_ids)) for part in parts[:-1]] + parts[
         -1:
     ]
+
+
+def _goes_on(row: Conversation, train_on: TrainOn) -> bool:
+    """Whether a conversation has turns after the last answer that is trained."""
+    return not row.is_plain_text and row.trained_turns(train_on)[-1] < len(row.messages) - 1
 
 
 def _last_exchange(row: Conversation, train_on: TrainOn) -> tuple[str, str]:
