@@ -180,6 +180,33 @@ def test_train_on_says_which_tokens_count(tmp_path):
     assert spans(whole["labels"]) == [[1, len(whole["labels"])]]
 
 
+def test_training_everything_trains_each_token_of_a_conversation_once(tmp_path, qwen):
+    messages = talk("Hi", "\n\nHello", "And?", "blue", "More?", "\nred")
+    data = prepare(tmp_path, [{"messages": messages}] * 2, qwen, train_on="all", validation=0.5)
+    assert (data.num_train_rows, data.num_eval_rows, data.num_split_rows) == (1, 1, 0)
+    [row] = data.train
+    assert row["labels"] == [-100, *row["input_ids"][1:]]
+    text = qwen.apply_chat_template(messages, tokenize=False)
+    assert qwen.decode(row["input_ids"]) == text.removesuffix("\n")
+    assert list(data.examples[0].prompt_ids) == qwen.apply_chat_template(
+        messages[:5], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_training_everything_refuses_histories_that_the_template_rewrites(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = FORGETFUL
+    plain = {"messages": talk("Hi", "Hello", "Count.", "one")}
+    thoughts = {"messages": talk("Hi", "<think>a</think>Hello", "Count.", "one")}
+    data = prepare(tmp_path, [plain, thoughts], tokenizer, train_on="all", max_bad_fraction=0.5)
+    assert (data.num_train_rows, data.num_bad_rows, data.num_split_rows) == (1, 1, 0)
+    assert "rewrites its earlier turns, which data.train_on: all would train several" in data.quarantined[0].reason
+    assert prepare(tmp_path, [plain, thoughts], tokenizer).num_train_rows == 3
+    blank = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+    tokenizer.chat_template = blank + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    assert prepare(tmp_path, [plain], tokenizer, train_on="all").num_bad_rows == 0
+
+
 def test_turns_of_weight_zero_are_shown_and_not_trained(tmp_path):
     tokenizer = build_tiny_tokenizer()
     messages = talk("Hi", "Hello", "Count.", "one")

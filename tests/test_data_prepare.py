@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections import namedtuple
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,15 @@ def test_bad_rows_in_the_cache_carry_the_name_the_file_has_now(tmp_path, cache):
 
 def test_a_source_without_a_usable_row_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [7, 8])
-    assert "none of the 2 rows" in refusal(path, max_bad_fraction=1.0)
+    lines = refusal(path, max_bad_fraction=1.0).splitlines()
+    assert "none of the 2 rows" in lines[1]
+    assert [line.split(": ")[0].strip() for line in lines[2:]] == [f"{path}:1", f"{path}:2"]
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = CHATML.replace("m['content'] +", "m['content'][:30] +")
+    path = write_jsonl(path, [{"instruction": "Hi", "output": "one " * 20}] * 2)
+    lines = refusal(path, tokenizer=tokenizer, max_bad_fraction=1.0).splitlines()
+    assert "none of the 2 rows can be used" in lines[1] and "shows none" in lines[1]
+    assert f"{path}:1: the chat template changes or cuts the answer" in lines[2]
 
 
 def test_the_split_is_exact_seeded_and_leaves_the_file_order(tmp_path):
@@ -299,6 +308,22 @@ def test_whatever_changes_the_tokens_makes_them_anew(tmp_path, cache):  # case C
     write_jsonl(path, ROWS[:21])
     assert prepare(path).num_train_rows == 21
     assert len(made_folders(cache)) == 8
+
+
+def test_a_template_that_writes_the_date_makes_the_data_anew_each_day(tmp_path, cache, monkeypatch):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:5])
+    tokenizer = build_tiny_tokenizer()
+    plain = prepare(path, tokenizer)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    found = []
+    for day in (1, 1, 2):
+        monkeypatch.setattr("tunebook.data.prepare.today", lambda day=day: date(2030, 1, day))
+        found.append(prepare(path, tokenizer))
+    first, again, later = found
+    assert first.folder == again.folder != later.folder
+    assert len({data.data_fingerprint for data in (plain, first, again, later)}) == 3
+    assert "the template writes today's date (2030-01-02)" in later.notes[0] and plain.notes == ()
+    assert tokenizer.decode(first.train[0]["input_ids"]).startswith(f"{date.today():%d %b %Y}<|im_start|>")
 
 
 def test_earlier_calls_of_the_tokenizer_do_not_move_the_cache(tmp_path, cache):

@@ -1,6 +1,6 @@
 """Records come out one by one, numbered as the file counts them, whatever made the file."""
 
-import codecs
+import gzip
 import json
 import tracemalloc
 
@@ -135,9 +135,22 @@ def test_an_array_is_not_held_in_memory(tmp_path):
     assert peak < 8 << 20
 
 
-def test_a_wide_character_file_is_refused_not_misread(tmp_path):
-    path = write(tmp_path / "a.jsonl", codecs.BOM_UTF16_LE + '{"a": 1}\n'.encode("utf-16-le"))
-    assert all(not isinstance(value, dict) for value in values(path))
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"a": 1}'), ("a.json", '[{"a": 1}]'), ("a.csv", "a,b\n1,2")])
+def test_a_wide_character_file_is_refused_as_such(tmp_path, name, text, encoding):
+    path = write(tmp_path / name, text.encode(encoding))
+    with pytest.raises(
+        Refused, match=rf"{name}: {encoding[:6].upper()} text, UTF-8 expected.*iconv -f {encoding[:6].upper()}"
+    ):
+        values(path)
+
+
+def test_a_compressed_wide_character_file_is_refused_and_one_of_zeros_is_not_called_so(tmp_path):
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress('{"a": 1}'.encode("utf-16")))
+    with pytest.raises(Refused, match="UTF-16 text"):
+        values(path)
+    [zeros] = values(write(tmp_path / "b.jsonl", bytes(100)))
+    assert "not JSON" in zeros.reason
 
 
 def test_parquet_gives_only_the_columns_that_rows_need(tmp_path):

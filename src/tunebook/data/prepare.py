@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class PreparedData:
     `num_truncated_rows` were kept with a cut response, `num_dropped_rows` had no response token left or, under
     `data.on_overflow: drop`, were longer than allowed; `response_tokens_lost` counts both, `longest_row` is in tokens
     before the cut, and `truncation_table` says what other limits would do. `trained_tokens` are the labels that count
-    in one pass over `train`. `data_fingerprint` is the sha256 of the source's content. `quarantined` holds the first
+    in one pass over `train`. `data_fingerprint` is the sha256 of the source's content,
+    and of the day where the template writes it. `quarantined` holds the first
     bad rows, `write_quarantine` writes them all. `template` and `notes` are for the user to read, and so are `forms`,
     the forms of the rows that were found. `rows_by_part` counts the rows of each of `source_names`.
 
@@ -94,18 +96,27 @@ def prepare_data(recipe: Recipe, tokenizer: Any, report_progress: Progress | Non
     source = open_source(data)
     prompts = build_prompts(tokenizer, data.template)
     fingerprint = source.content_digest()
-    folder = cache_root() / "tokens" / _cache_key(recipe, tokenizer, prompts, fingerprint)
+    day = today().isoformat() if "strftime_now" in prompts.source else ""
+    folder = cache_root() / "tokens" / _cache_key(recipe, tokenizer, prompts, [fingerprint, day])
     report = report_progress or SlowProgress()
     manifest = load_or_make(folder, Preparation(recipe, source, fingerprint, prompts, tokenizer, report).make)
     counts = manifest["counts"]
     # Again for data that is in the cache already, where a recipe with another limit may have put it.
     bad_rows = read_quarantine(folder / QUARANTINE_FILE, source.names)
     check_bad_fraction(counts["num_rows"], counts["num_bad_rows"], bad_rows, data.max_bad_fraction)
-    prepared = _load_prepared(folder, manifest, source, fingerprint)
+    # On another day such a template makes other rows, and a run that began before can't go on with them.
+    prepared = _load_prepared(
+        folder, manifest, source, digest_of({"content": fingerprint, "day": day}) if day else fingerprint
+    )
     num_labelled = prepared.num_train_rows + prepared.num_eval_rows + prepared.num_dropped_rows
     check_truncated_fraction(prepared.truncation_table, num_labelled, data)
     notes = truncation_notes(prepared.truncation_table, num_labelled, data.max_length)
-    return replace(prepared, notes=(*prepared.notes, *notes))
+    return replace(prepared, notes=(*prepared.notes, *_notes(manifest, day), *notes))
+
+
+def today() -> date:
+    """Return the date that a template's `strftime_now` writes."""
+    return date.today()
 
 
 def write_quarantine(prepared: PreparedData, path: Path) -> None:
@@ -116,7 +127,7 @@ def write_quarantine(prepared: PreparedData, path: Path) -> None:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: str) -> str:
+def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, content: list[str]) -> str:
     """Return the sha256 of everything that the prepared files depend on."""
     import tokenizers
     import transformers
@@ -130,7 +141,7 @@ def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: st
             "version": _VERSION,
             "tokenizers": tokenizers.__version__,
             "transformers": transformers.__version__,  # renders the chat template
-            "content": fingerprint,
+            "content": content,
             "tokenizer": backend.to_str(),
             "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "template": [prompts.name, prompts.source],
@@ -148,13 +159,18 @@ def _cache_key(recipe: Recipe, tokenizer: Any, prompts: Prompts, fingerprint: st
     )
 
 
-def _notes(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+def _notes(manifest: Mapping[str, Any], day: str) -> list[str]:
     """Return what the user should know of the prepared rows."""
-    count = manifest["num_open_rows"]
-    if not count:
-        return ()
-    rows = "1 conversation goes" if count == 1 else f"{count:,} conversations go"
-    return (f"{rows} on after the last answer that is trained; the turns after it are left out",)
+    notes = []
+    if count := manifest["num_open_rows"]:
+        rows = "1 conversation goes" if count == 1 else f"{count:,} conversations go"
+        notes.append(f"{rows} on after the last answer that is trained; the turns after it are left out")
+    if day:
+        notes.append(
+            f"the template writes today's date ({day}): on another day the rows are made anew and an unfinished run "
+            "can't go on; a .jinja file with a fixed date (data.template) keeps them"
+        )
+    return notes
 
 
 def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fingerprint: str) -> PreparedData:
@@ -173,7 +189,7 @@ def _load_prepared(folder: Path, manifest: Mapping[str, Any], source: Source, fi
         template=manifest["template"],
         forms=tuple(manifest["forms"]),
         quarantined=tuple(islice(read_quarantine(folder / QUARANTINE_FILE, source.names), _BAD_ROWS_IN_MEMORY)),
-        notes=(*source.notes, *_notes(manifest)),
+        notes=source.notes,
         folder=folder,
         source_names=source.names,
         rows_by_part=tuple(manifest["rows_by_part"]),

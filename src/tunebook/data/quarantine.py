@@ -47,9 +47,14 @@ def check_bad_fraction(num_rows: int, num_bad_rows: int, bad_rows: Iterator[BadR
     """Raise `Refused` where more rows are bad than the recipe allows, naming the first of them and their number."""
     if num_bad_rows <= max_bad_fraction * num_rows:
         return
-    shown = list(islice(bad_rows, _SHOWN_BAD_ROWS))
+    shown = first_problems(bad_rows)
     listed = "they are listed" if len(shown) == num_bad_rows else f"the first {len(shown)} are listed"
     share = f"{num_bad_rows} of {num_rows} rows can't be used ({listed}), {max_bad_fraction:g} of them may"
     fix = "Mend the rows, or allow a larger share to be left out"
     summary = Problem(share, fix, key="data.max_bad_fraction")
-    raise Refused([summary, *(Problem(row.reason, where=row.where) for row in shown)])
+    raise Refused([summary, *shown])
+
+
+def first_problems(bad_rows: Iterator[BadRow]) -> list[Problem]:
+    """Return what is wrong with the first bad rows."""
+    return [Problem(row.reason, where=row.where) for row in islice(bad_rows, _SHOWN_BAD_ROWS)]

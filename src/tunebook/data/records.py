@@ -26,11 +26,27 @@ def read_records(path: Path, wanted: Wanted) -> Iterator[Record]:
     suffix = data_suffix(path)
     if suffix in (".parquet", ".arrow"):
         yield from read_arrow_records(path, wanted)
-    elif suffix.startswith(".csv"):
+        return
+    _check_encoding(path)
+    if suffix.startswith(".csv"):
         with open_bytes(path) as file:
             yield from read_csv_records(path, file)
     else:
         yield from _read_json(path, suffix)
+
+
+def _check_encoding(path: Path) -> None:
+    """Refuse a text of wide characters, which has a zero in every ASCII character, also where no BOM tells it."""
+    with open_bytes(path) as file:
+        begin = file.read(8)
+    encoding = json.detect_encoding(begin)
+    # Zeros alone are a damaged file.
+    if encoding.startswith(("utf-16", "utf-32")) and begin.decode(encoding, "replace").strip(
+        "\0\N{REPLACEMENT CHARACTER}"
+    ):
+        message = f"{encoding[:6].upper()} text, UTF-8 expected"
+        fix = f"Convert it: iconv -f {encoding[:6].upper()} -t UTF-8"
+        raise Refused(Problem(message, fix, where=str(path)))
 
 
 def _read_json(path: Path, suffix: str) -> Iterator[Record]:

@@ -13,7 +13,7 @@ from tunebook.data.conversation import Conversation, Fault
 from tunebook.data.drawing import Draw
 from tunebook.data.formats import Form, find_forms, parse_row, possible_forms
 from tunebook.data.garbage import garbage_search_paused
-from tunebook.data.quarantine import check_bad_fraction, read_quarantine, write_bad_row
+from tunebook.data.quarantine import check_bad_fraction, first_problems, read_quarantine, write_bad_row
 from tunebook.data.record import Record, Unit, Unreadable
 from tunebook.data.sources import Source, no_rows, source_title
 from tunebook.errors import Problem, Refused
@@ -72,7 +72,8 @@ def scan_usable(source: Source, quarantine: Path, data: DataSection) -> Scan:
     check_bad_fraction(scan.num_rows, scan.num_bad_rows, bad_rows, data.max_bad_fraction)
     if scan.num_rows == scan.num_bad_rows:
         message = f"none of the {scan.num_rows} rows in {', '.join(source.names)} can be used"
-        raise Refused(Problem(message, "Mend the rows", key="data.path"))
+        bad_rows = read_quarantine(quarantine, source.names)
+        raise Refused([Problem(message, "Mend the rows", key="data.path"), *first_problems(bad_rows)])
     shares = [_Share(section, num_rows) for section, num_rows in _by_section(source, scan)]
     used, copies = sum(share.num_used for share in shares), sum(share.num_copies for share in shares)
     if used == 0:

@@ -14,13 +14,13 @@ from tunebook.data.garbage import collect_young, garbage_search_paused
 from tunebook.data.labels import label_schema, label_turns
 from tunebook.data.making import check_room
 from tunebook.data.overflow import Overflow, longer_rows_problems, table_as_json
-from tunebook.data.prompts import AlpacaPrompts, Prompts, Rendered, eos_token_id
-from tunebook.data.quarantine import check_bad_fraction, read_quarantine, write_bad_row
+from tunebook.data.prompts import AlpacaPrompts, Prompts, Rendered, Turn, eos_token_id
+from tunebook.data.quarantine import check_bad_fraction, first_problems, read_quarantine, write_bad_row
 from tunebook.data.record import place_of
 from tunebook.data.rows import Scan, UsedRow, read_used_rows, scan_usable
 from tunebook.data.sources import Source
 from tunebook.data.split import HeldOut, Splits, write_splits
-from tunebook.data.tokens import EncodedTurn, TurnEncoder, join_turns, train_whole
+from tunebook.data.tokens import EncodedTurn, TurnEncoder, join_turns, train_conversation
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.schema import Recipe
 
@@ -99,6 +99,7 @@ class Preparation:
         if data.on_overflow == "error" and overflow.num_longer_rows:
             num_good_rows = scan.num_used_rows - written.num_bad_rows
             raise Refused(longer_rows_problems(overflow, num_good_rows, written.longer_places))
+        self._check_any_shown(scan, written, quarantine)
         held_out = self._held_out(scan, written, overflow)
         splits = write_splits(folder / _LABELLED_FILE, folder, held_out)
         (folder / _LABELLED_FILE).unlink()
@@ -170,16 +171,12 @@ class Preparation:
         ordinals: list[int] = []
         found: list[EncodedTurn] = []
         for used, turns in zip(rows, rendered, strict=True):
-            if isinstance(turns, Fault):
+            parts = turns if isinstance(turns, Fault) else _parts([next(following) for _ in turns], turns, train_on)
+            if isinstance(parts, Fault):
                 placed = used.placed
-                write_bad_row(bad_rows, placed.part, placed.number, placed.unit, turns)
+                write_bad_row(bad_rows, placed.part, placed.number, placed.unit, parts)
                 written.num_bad_rows += 1
                 continue
-            parts = [next(following) for _ in turns]
-            if len(parts) > 1:
-                parts = _as_rows(join_turns(parts))
-            if train_on == "all":
-                parts = [train_whole(part) for part in parts]
             found += parts * used.copies
             ordinals += [used.ordinal] * (len(parts) * used.copies)
             written.num_open_rows += _goes_on(used.placed.row, train_on)
@@ -195,13 +192,17 @@ class Preparation:
     def _used_rows(self, scan: Scan) -> Iterator[UsedRow]:
         return read_used_rows(self.source, scan, self.recipe.data_seed, self.recipe.data.deduplicate)
 
+    def _check_any_shown(self, scan: Scan, written: Written, quarantine: Path) -> None:
+        """Refuse where the template shows none of the rows, with its reasons for the first."""
+        if scan.num_used_rows == written.num_bad_rows:
+            message = f"none of the {scan.num_rows} rows can be used: {self.prompts.name} shows none of the usable ones"
+            summary = Problem(message, "Mend the rows, or set another template", key="data.template")
+            raise Refused([summary, *first_problems(read_quarantine(quarantine, self.source.names))])
+
     def _held_out(self, scan: Scan, written: Written, overflow: Overflow) -> HeldOut:
         """Return how to split the labelled rows; refuse where there are none, or too few to split."""
         data = self.recipe.data
         num_good_rows = scan.num_used_rows - written.num_bad_rows
-        if num_good_rows == 0:
-            message = f"none of the {scan.num_rows} rows can be used: {self.prompts.name} shows none of the usable ones"
-            raise Refused(Problem(message, "Mend the rows, or set another template", key="data.template"))
         if written.num_rows == 0:
             fate = "is longer than" if data.on_overflow == "drop" else "loses its whole response at"
             message = (
@@ -256,6 +257,14 @@ def _counts(scan: Scan, written: Written, overflow: Overflow, splits: Splits) ->
         num_repeated_rows=written.num_repeated_rows,
         num_split_rows=written.num_split_rows,
     )
+
+
+def _parts(encoded: list[EncodedTurn], turns: Sequence[Turn], train_on: TrainOn) -> list[EncodedTurn] | Fault:
+    """Return the rows that the turns of a conversation become, or why they can't be trained so."""
+    if train_on == "all":
+        whole = train_conversation(turns, encoded)
+        return whole if isinstance(whole, Fault) else [whole]
+    return _as_rows(join_turns(encoded)) if len(encoded) > 1 else encoded
 
 
 def _as_rows(parts: list[EncodedTurn]) -> list[EncodedTurn]:

@@ -7,6 +7,7 @@ text; where one would (a response that begins with a line end, say), it gives wh
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tunebook.data.conversation import Fault
@@ -50,6 +51,19 @@ def join_turns(turns: Sequence[EncodedTurn]) -> list[EncodedTurn]:
         gaps = (*before.gaps, (start, start + len(gap)))
         joined[-1] = EncodedTurn(before.prompt_ids, response_ids, gaps, len(turn.prompt_ids))
     return joined
+
+
+def train_conversation(turns: Sequence[Turn], encoded: Sequence[EncodedTurn]) -> EncodedTurn | Fault:
+    """Return a conversation of which every token is trained, each of them once: the last turn and all before it.
+
+    Where a template rewrites earlier turns no one row holds them all: each turn would come with another history.
+    """
+    for before, after in pairwise(turns):
+        # Blanks aside: some prompts end with one that the conversation does not have.
+        if not "".join(after.prompt.split()).startswith("".join(f"{before.prompt}{before.response}".split())):
+            reason = "the chat template rewrites its earlier turns, which data.train_on: all would train several times"
+            return Fault("", f"{reason}; responses trains each answer once")
+    return train_whole(encoded[-1])
 
 
 def train_whole(turn: EncodedTurn) -> EncodedTurn:
