@@ -40,10 +40,12 @@ def planned(tmp_path, base, monkeypatch, capsys):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def run(rows, *words: str, model: Path = base, targets="all-linear", max_length=200, validation=0.0) -> str:
+    def run(
+        rows, *words: str, model: Path = base, targets="all-linear", max_length=200, validation=0.0, text=RECIPE
+    ) -> str:
         data = rows if isinstance(rows, Path | str) else write_jsonl(tmp_path / "rows.jsonl", rows)
         fields = {"base": model, "data": data, "targets": targets, "max_length": max_length, "validation": validation}
-        Path("case.yaml").write_text(RECIPE.format(**fields))
+        Path("case.yaml").write_text(text.format(**fields))
         importlib.import_module("finetune").finetune(read_command(("case.yaml", "--plan", *words)))
         return capsys.readouterr().out
 
@@ -150,6 +152,32 @@ def test_several_files_are_counted_one_by_one(planned, tmp_path):
     write_jsonl(folder / "b.jsonl", [row(number) for number in range(20, 25)])
     found = as_json(planned(folder, "--json"))["data"]["rows_by_source"]
     assert [(Path(name).name, count) for name, count in found] == [("a.jsonl", 12), ("b.jsonl", 5)]
+
+
+SEVERAL = RECIPE.replace("path: {data}, format: alpaca", "sources: {data}, deduplicate: {targets}")
+SEVERAL = SEVERAL.replace("target_modules: {targets}", "target_modules: all-linear")
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_every_row_is_in_the_sum_and_copies_are_no_equal_rows(planned, tmp_path, deduplicate):
+    twice = [row(number) for number in range(10)] + [row(3), {"instruction": "x"}]
+    long = [row(number) for number in range(20, 29)] + [{"instruction": "word " * 300, "output": "x"}]
+    places = [write_jsonl(tmp_path / name, rows) for name, rows in (("a.jsonl", twice), ("b.jsonl", long))]
+    sources = json.dumps([{"path": str(path), "weight": weight} for path, weight in zip(places, (2, 0.7), strict=True)])
+    settings = {"targets": str(deduplicate).lower(), "validation": 0.2, "text": SEVERAL}
+    plan = as_json(planned(sources, "--json", **settings))
+    data = plan["data"]
+    used = data["num_train_rows"] + data["num_eval_rows"]
+    left_out = sum(data[f"num_{kind}_rows"] for kind in ("dropped", "bad", "duplicate", "unused"))
+    assert (data["num_rows"], data["num_bad_rows"], data["num_unused_rows"]) == (22, 1, 3)
+    assert (data["num_duplicate_rows"], data["num_repeated_rows"]) == ((1, 10) if deduplicate else (0, 11))
+    assert data["num_rows"] + data["num_repeated_rows"] + data["num_split_rows"] == used + left_out
+    assert data["num_equal_rows"] == (0 if deduplicate else 1)
+    assert [each["key"] for each in plan["findings"]].count("data.deduplicate") == (not deduplicate)
+    shown = " ".join(planned(sources, **settings).split())
+    assert f"added {data['num_repeated_rows']} repeated by weight" in shown and "not used 3 not drawn" in shown
+    assert ("not used 1 like an earlier row" in shown) == deduplicate
+    assert f"form {data['forms'][0]}" in shown
 
 
 # Errors

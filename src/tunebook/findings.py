@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from tunebook.errors import Problem
 from tunebook.places import is_local, local_path
-from tunebook.recipe.schema import Recipe
+from tunebook.recipe.schema import DataSection, Recipe
 from tunebook.shapes import ModelShape
 
 # Modules of a known architecture beside the linear layers of its blocks, as far as LoRA can name them.
@@ -149,14 +149,17 @@ def find_shape_problems(recipe: Recipe, shape: ModelShape, tokenizer: Any | None
     return problems
 
 
-def find_data_warnings(num_rows: int, num_equal: int | None, padding_share: float) -> list[Finding]:
-    """Return what of the data costs quality or time, by its share of all rows; rows that are cut are noted apart."""
+def find_data_warnings(data: DataSection, num_rows: int, num_equal: int | None, padding_share: float) -> list[Finding]:
+    """Return what of the data costs quality or time, by its share of all rows; rows that are cut are noted apart.
+
+    What the recipe's `data` section asks for already is not advised.
+    """
     found = []
-    if num_equal is not None and num_equal > MANY_EQUAL * num_rows:
+    if not data.deduplicate and num_equal is not None and num_equal > MANY_EQUAL * num_rows:
         message = f"{num_equal:,} of {num_rows:,} rows ({num_equal / num_rows:.1%}) are equal to an earlier one"
         fix = "Set it to true: they count several times, and held-out rows are not unseen"
         found.append(Finding("warning", message, fix, "data.deduplicate"))
-    if padding_share > MUCH_PADDING:
+    if not data.packing and padding_share > MUCH_PADDING:
         message = f"{padding_share:.0%} of all positions are padding"
         fix = "Set it to true where the model allows it; a smaller per_device_train_batch_size has less, too"
         found.append(Finding("warning", message, fix, "data.packing"))

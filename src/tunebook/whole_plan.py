@@ -194,7 +194,8 @@ def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: l
     findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
     findings += as_errors(find_model_problems(recipe, tokenizer) or _shape_problems(recipe, shape, tokenizer))
     findings += find_stop_notes(recipe, tokenizer, prepared.stop_token_id)
-    findings += find_data_warnings(report.num_train_rows + report.num_eval_rows, report.num_equal_rows, padding.share)
+    num_kept = report.num_train_rows + report.num_eval_rows
+    findings += find_data_warnings(recipe.data, num_kept, report.num_equal_rows, padding.share)
 
     def fullest(rows: int) -> tuple[int, int]:
         if rows == plan.per_device_train_batch_size:
