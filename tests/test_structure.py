@@ -121,6 +121,7 @@ ORDER = [
     "data_report",
     "row_view",
     "padding",
+    "model_findings",
     "whole_plan",
     "whole_plan_text",
     "planning",

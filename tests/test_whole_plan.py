@@ -222,6 +222,46 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(planned, base, tmp_path):
     assert "the embedding of" in refusal(planned, [row(number) for number in range(9)], model=model)
 
 
+def other_base(base, folder, kind, **sizes) -> Path:
+    """Save a tiny model of another architecture with the tokenizer of `base`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = shutil.copytree(base, folder)
+    architecture = AutoConfig.for_model(kind, vocab_size=420, hidden_size=32, **sizes)
+    AutoModelForCausalLM.from_config(architecture).save_pretrained(model)
+    return model
+
+
+ROWS = [row(number, words=1 + number * 20) for number in range(9)]
+
+
+def test_rows_beyond_the_positions_are_refused(planned, base, tmp_path):
+    model = other_base(base, tmp_path / "model", "gpt2", n_layer=1, n_head=4, n_positions=64)
+    message = refusal(planned, ROWS, model=model, targets="[c_attn]")
+    assert "has 64 positions" in message and "Set data.max_length: 64" in message
+    assert planned(ROWS, "data.max_length=64", model=model, targets="[c_attn]")
+
+
+def test_packing_a_model_that_mixes_rows_is_refused(planned, base, tmp_path):
+    model = other_base(base, tmp_path / "model", "bloom", n_layer=1, n_head=4)
+    assert "would let joined rows see each other" in refusal(planned, ROWS, "data.packing=true", model=model)
+    assert planned(ROWS, model=model)
+    assert "unknown: packing" not in planned(ROWS, "data.packing=true")
+
+
+def test_a_large_model_is_not_drawn_to_look_at_packing(planned, monkeypatch):
+    from tunebook import model_findings
+
+    monkeypatch.setattr(model_findings, "MOST_DRAWN", 100)
+    plan = as_json(planned(ROWS, "--json", "data.packing=true"))
+    assert any(line.startswith("packing: ") for line in plan["unknown"])
+
+
+def test_an_adapter_that_peft_cannot_put_on_is_refused(planned, base, tmp_path):
+    model = other_base(base, tmp_path / "model", "mamba", num_hidden_layers=1, state_size=4)
+    assert "cannot take this adapter" in refusal(planned, ROWS, model=model)
+
+
 def test_training_refuses_what_the_plan_does(tmp_path):
     import datasets
 

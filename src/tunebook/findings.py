@@ -129,8 +129,13 @@ def find_stop_notes(recipe: Recipe, tokenizer: Any, stop_token_id: int) -> list[
     return [Finding("note", message, "Programs that read no generation_config.json must be told")]
 
 
-def find_shape_problems(recipe: Recipe, shape: ModelShape, tokenizer: Any | None) -> list[Problem]:
-    """Return what the shape alone tells of a model that is not on this machine: LoRA targets, and the vocabulary."""
+def find_shape_problems(
+    recipe: Recipe, shape: ModelShape, tokenizer: Any | None, longest_row: int = 0
+) -> list[Problem]:
+    """Return what the shape alone tells of a model that is not on this machine: LoRA targets, vocabulary, positions.
+
+    `tokenizer` and `longest_row` (in tokens) are None and 0 where they are not known.
+    """
     problems = []
     targets = (recipe.lora or {}).get("target_modules")
     linears = [name for name, _, _ in shape.linears]
@@ -146,6 +151,10 @@ def find_shape_problems(recipe: Recipe, shape: ModelShape, tokenizer: Any | None
         name = recipe.model.name_or_path
         message = f"the tokenizer has ids up to {largest}, the embedding of {name} has {shape.vocab_size} rows"
         problems.append(Problem(message, "Give the tokenizer and the weights of one model", key="model.name_or_path"))
+    longest, positions = min(longest_row, recipe.data.max_length), shape.max_positions
+    if 0 < positions < longest:
+        message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
+        problems.append(Problem(message, f"Set it to {positions}", key="data.max_length"))
     return problems
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.command_line import Command
 from tunebook.data_report import DataReport, report_data
 from tunebook.durations import Duration, Gpu, load_receipt, plan_duration, read_gpu, step_seconds_of
-from tunebook.errors import Problem, Refused
+from tunebook.errors import Refused
 from tunebook.findings import (
     Finding,
     as_errors,
@@ -22,6 +22,7 @@ from tunebook.findings import (
     find_stop_problems,
 )
 from tunebook.memory_plan import Fullest, MemoryPlan, find_memory_warnings, plan_memory, with_micro_batch
+from tunebook.model_findings import find_model_findings
 from tunebook.places import is_local, is_local_data
 from tunebook.plan import Plan, with_split
 from tunebook.recipe.schema import Recipe
@@ -101,9 +102,10 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command) -> WholePlan:
     if not unknown:
         unknown += _find_incomplete(recipe)
     if unknown:
-        findings += as_errors(_shape_problems(recipe, shape, None))
+        if shape is not None and not is_local(recipe.model.name_or_path):
+            findings += as_errors(find_shape_problems(recipe, shape, None))
     else:
-        plan, data = _read_data(recipe, plan, shape, findings)
+        plan, data = _read_data(recipe, plan, shape, findings, unknown)
     if gpu and not gpu.bfloat16 and plan.compute_dtype == "bfloat16":
         fix = "Set model.dtype: float16, or float32"
         findings.append(Finding("error", f"--gpu {command.gpu} has no bfloat16", fix, "model.dtype"))
@@ -176,11 +178,12 @@ def _find_incomplete(recipe: Recipe) -> list[str]:
     return unknown
 
 
-def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding]) -> tuple[Plan, DataPart]:
-    """Prepare the data, or find it prepared; return the plan for its rows, and add what is found to `findings`."""
+def _read_data(
+    recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding], unknown: list[str]
+) -> tuple[Plan, DataPart]:
+    """Prepare the data, or find it prepared; return the plan for its rows, and add to `findings` and `unknown`."""
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import tokenizer_of
-    from tunebook.model import find_model_problems
     from tunebook.padding import measure_padding
 
     tokenizer = tokenizer_of(recipe)
@@ -192,7 +195,9 @@ def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: l
     padding = measure_padding(recipe, plan, lengths)
     report = report_data(prepared)
     findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
-    findings += as_errors(find_model_problems(recipe, tokenizer) or _shape_problems(recipe, shape, tokenizer))
+    problems, unsure = find_model_findings(recipe, plan, shape, tokenizer, prepared.longest_row)
+    findings += as_errors(problems)
+    unknown += unsure
     findings += find_stop_notes(recipe, tokenizer, prepared.stop_token_id)
     num_kept = report.num_train_rows + report.num_eval_rows
     findings += find_data_warnings(recipe.data, num_kept, report.num_equal_rows, padding.share)
@@ -203,13 +208,6 @@ def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: l
         return measure_padding(recipe, with_micro_batch(recipe, plan, rows), lengths).fullest
 
     return plan, DataPart(report, padding, _first_rows(prepared, tokenizer, recipe.data_seed), fullest)
-
-
-def _shape_problems(recipe: Recipe, shape: ModelShape | None, tokenizer: Any) -> list[Problem]:
-    """Return what the shape tells of a Hub model; a local one is looked at itself."""
-    if shape is None or is_local(recipe.model.name_or_path):
-        return []
-    return find_shape_problems(recipe, shape, tokenizer)
 
 
 def _first_rows(prepared: Any, tokenizer: Any, seed: int) -> tuple[TitledRow, ...]:
