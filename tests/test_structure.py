@@ -122,6 +122,7 @@ ORDER = [
     "row_view",
     "padding",
     "model_findings",
+    "planned_data",
     "whole_plan",
     "whole_plan_text",
     "planning",

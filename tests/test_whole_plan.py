@@ -222,6 +222,53 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(planned, base, tmp_path):
     assert "the embedding of" in refusal(planned, [row(number) for number in range(9)], model=model)
 
 
+LONG = [row(number, words=1 + number * 20) for number in range(9)]
+BAD = [*LONG, {"instruction": "x"}]
+REFUSED = {
+    "cut": (LONG, ("data.max_truncated_fraction=0.1",), "data.max_truncated_fraction", 9),
+    "long": (LONG, ("data.on_overflow=error",), "data.max_length", 9),
+    "bad": (BAD, ("data.max_bad_fraction=0",), "data.max_bad_fraction", 9),
+    "all bad": ([{"instruction": "x", "output": 3}] * 3, (), "data.max_bad_fraction", None),
+    "no column": ([{"what": "x"}] * 3, (), "data.format", None),
+    "all cut": ([{"instruction": "word " * 300, "output": "x"}] * 3, (), "data.max_length", None),
+}
+
+
+@pytest.mark.parametrize(("rows", "words", "key", "num_rows"), REFUSED.values(), ids=REFUSED.keys())
+def test_data_that_is_refused_is_shown_first(planned, capsys, rows, words, key, num_rows):
+    message = refusal(planned, rows, "--json", *words, max_length=128)
+    plan = json.loads(capsys.readouterr().out)
+    errors = [each for each in plan["findings"] if each["kind"] == "error"]
+    assert errors[0]["key"] == key and errors[0]["message"] in message
+    if num_rows is None:
+        assert plan["data"] is None and "data: it cannot be used as it is" in plan["unknown"]
+        return
+    assert plan["num_train_rows"] == num_rows
+    cut = {each["max_length"]: each["num_truncated_rows"] for each in plan["data"]["limits"]}
+    assert cut[128] > 0 and cut[256] == 0
+    if key == "data.max_bad_fraction":
+        assert errors[1]["where"].endswith("rows.jsonl:10")
+    refusal(planned, rows, *words, max_length=128)
+    assert "response tokens lost" in capsys.readouterr().out
+
+
+def test_rows_for_a_hub_model_that_are_refused_are_told_of_in_the_plan(planned, capsys):
+    words = ("--json", "model.name_or_path=Qwen/Qwen2.5-7B")
+    assert "rows can't be used" in refusal(planned, [{"instruction": "x", "output": 3}] * 3, *words)
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["findings"][0]["key"], plan["num_train_rows"]) == ("data.max_bad_fraction", None)
+
+
+def test_a_plan_that_cannot_be_written_ends_in_one_line(tmp_path):
+    for form in ((), ("--json",)):
+        words = (str(ROOT / "recipes" / "qwen7b_qlora.yaml"), "--plan", "--rows", "10", "--num-processes", "1", *form)
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, str(ROOT / "finetune.py"), *words]
+            result = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert result.returncode == 1
+        assert result.stderr == "failed: the plan cannot be written to standard output: No space left on device\n"
+
+
 def other_base(base, folder, kind, **sizes) -> Path:
     """Save a tiny model of another architecture with the tokenizer of `base`."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -232,34 +279,31 @@ def other_base(base, folder, kind, **sizes) -> Path:
     return model
 
 
-ROWS = [row(number, words=1 + number * 20) for number in range(9)]
-
-
 def test_rows_beyond_the_positions_are_refused(planned, base, tmp_path):
     model = other_base(base, tmp_path / "model", "gpt2", n_layer=1, n_head=4, n_positions=64)
-    message = refusal(planned, ROWS, model=model, targets="[c_attn]")
+    message = refusal(planned, LONG, model=model, targets="[c_attn]")
     assert "has 64 positions" in message and "Set data.max_length: 64" in message
-    assert planned(ROWS, "data.max_length=64", model=model, targets="[c_attn]")
+    assert planned(LONG, "data.max_length=64", model=model, targets="[c_attn]")
 
 
 def test_packing_a_model_that_mixes_rows_is_refused(planned, base, tmp_path):
     model = other_base(base, tmp_path / "model", "bloom", n_layer=1, n_head=4)
-    assert "would let joined rows see each other" in refusal(planned, ROWS, "data.packing=true", model=model)
-    assert planned(ROWS, model=model)
-    assert "unknown: packing" not in planned(ROWS, "data.packing=true")
+    assert "would let joined rows see each other" in refusal(planned, LONG, "data.packing=true", model=model)
+    assert planned(LONG, model=model)
+    assert "unknown: packing" not in planned(LONG, "data.packing=true")
 
 
 def test_a_large_model_is_not_drawn_to_look_at_packing(planned, monkeypatch):
     from tunebook import model_findings
 
     monkeypatch.setattr(model_findings, "MOST_DRAWN", 100)
-    plan = as_json(planned(ROWS, "--json", "data.packing=true"))
+    plan = as_json(planned(LONG, "--json", "data.packing=true"))
     assert any(line.startswith("packing: ") for line in plan["unknown"])
 
 
 def test_an_adapter_that_peft_cannot_put_on_is_refused(planned, base, tmp_path):
     model = other_base(base, tmp_path / "model", "mamba", num_hidden_layers=1, state_size=4)
-    assert "cannot take this adapter" in refusal(planned, ROWS, model=model)
+    assert "cannot take this adapter" in refusal(planned, LONG, model=model)
 
 
 def test_training_refuses_what_the_plan_does(tmp_path):

@@ -26,17 +26,18 @@ MANY_EQUAL, MUCH_PADDING = 0.01, 0.2
 class Finding:
     """One thing found: an error refuses the run, a warning asks for a decision, a note for nothing.
 
-    `key` is the recipe key it is about, if there is one.
+    `key` is the recipe key it is about and `where` a place outside the recipe, if there is one.
     """
 
     kind: Literal["error", "warning", "note"]
     message: str
     fix: str
     key: str = ""
+    where: str = ""
 
     def as_problem(self) -> Problem:
         """Return the finding as a problem that can be refused for."""
-        return Problem(self.message, self.fix, key=self.key)
+        return Problem(self.message, self.fix, self.where, self.key)
 
     def render(self) -> str:
         """Return the finding on one line."""
@@ -177,4 +178,4 @@ def find_data_warnings(data: DataSection, num_rows: int, num_equal: int | None, 
 
 def as_errors(problems: Sequence[Problem]) -> list[Finding]:
     """Return problems as findings that refuse the run."""
-    return [Finding("error", problem.message, problem.fix, problem.key) for problem in problems]
+    return [Finding("error", problem.message, problem.fix, problem.key, problem.where) for problem in problems]

@@ -4,7 +4,7 @@ Nothing is asked of the network and no weights are read. What is not at hand is 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.command_line import Command
 from tunebook.data_report import DataReport, report_data
 from tunebook.durations import Duration, Gpu, load_receipt, plan_duration, read_gpu, step_seconds_of
-from tunebook.errors import Refused
+from tunebook.errors import Problem, Refused
 from tunebook.findings import (
     Finding,
     as_errors,
@@ -25,6 +25,7 @@ from tunebook.memory_plan import Fullest, MemoryPlan, find_memory_warnings, plan
 from tunebook.model_findings import find_model_findings
 from tunebook.places import is_local, is_local_data
 from tunebook.plan import Plan, with_split
+from tunebook.planned_data import prepare_for_plan
 from tunebook.recipe.schema import Recipe
 from tunebook.row_view import Segment, view_row
 from tunebook.shapes import ModelShape, find_shape
@@ -91,14 +92,14 @@ class WholePlan:
             raise Refused(errors)
 
 
-def complete_plan(recipe: Recipe, plan: Plan, command: Command) -> WholePlan:
+def complete_plan(recipe: Recipe, plan: Plan, command: Command, refused: Sequence[Problem] = ()) -> WholePlan:
     """Return the whole plan of an accepted recipe, with all that this machine holds of its data and model.
 
-    Raises Refused where the data cannot be used at all; what else is wrong is among the findings.
+    What is wrong is among the findings, and so is `refused`, which was found before.
     """
     gpu = None if command.gpu is None else read_gpu(command.gpu)
     shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
-    unknown, findings, data = find_missing(recipe, command), list[Finding](), None
+    unknown, findings, data = find_missing(recipe, command), as_errors(refused), None
     if not unknown:
         unknown += _find_incomplete(recipe)
     if unknown:
@@ -180,21 +181,28 @@ def _find_incomplete(recipe: Recipe) -> list[str]:
 
 def _read_data(
     recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding], unknown: list[str]
-) -> tuple[Plan, DataPart]:
+) -> tuple[Plan, DataPart | None]:
     """Prepare the data, or find it prepared; return the plan for its rows, and add to `findings` and `unknown`."""
-    from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import tokenizer_of
     from tunebook.padding import measure_padding
 
-    tokenizer = tokenizer_of(recipe)
-    prepared = prepare_data(recipe, tokenizer)
+    try:
+        tokenizer = tokenizer_of(recipe)
+        prepared, refused_for = prepare_for_plan(recipe, tokenizer)
+    except Refused as refused:
+        prepared, refused_for = None, list(refused.problems)
+    findings += as_errors(refused_for)
+    if prepared is None:
+        unknown.append("data: it cannot be used as it is")
+        return plan, None
     origins = {"num_train_rows": "prepared data", "num_eval_rows": "prepared data"}
     plan = with_split(plan, prepared.num_train_rows, prepared.num_eval_rows, origins)
     plan = replace(plan, notes=(*plan.notes, *prepared.notes))
     lengths = prepared.train.data.column("length").to_pylist()
     padding = measure_padding(recipe, plan, lengths)
     report = report_data(prepared)
-    findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
+    if not refused_for:
+        findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
     problems, unsure = find_model_findings(recipe, plan, shape, tokenizer, prepared.longest_row)
     findings += as_errors(problems)
     unknown += unsure
