@@ -117,12 +117,11 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command, refused: Sequenc
         fullest = data.fullest if data else None
         memory = plan_memory(recipe, plan, shape, fullest, gpu.memory_gib if gpu else None)
         findings += [
-            Finding("warning", message, fix, "training.per_device_train_batch_size")
-            for message, fix in find_memory_warnings(memory, plan)
+            Finding("warning", message, fix, key) for message, fix, key in find_memory_warnings(memory, recipe, plan)
         ]
     duration = _duration(recipe, plan, command, shape, data, gpu)
     if duration is None:
-        unknown.append("time: --step-seconds S, --gpu NAME or a finished run of this recipe in the run folder tells it")
+        unknown.append(f"time: {_missing_for_time(shape, gpu)}")
     return WholePlan(plan, data, memory, duration, tuple(findings), tuple(unknown))
 
 
@@ -240,8 +239,23 @@ def _duration(  # noqa: PLR0913, PLR0917 - each is a source of the number
     measured = load_receipt(plan.run_dir, recipe_sha256(recipe), plan)
     if measured is not None:
         return plan_duration(plan, measured, f"measured by the run in {plan.run_dir}")
-    if shape is None or gpu is None or data is None:
+    if shape is None or gpu is None:
         return None
-    length = data.padding.tokens_per_step / plan.global_batch_size
-    seconds = step_seconds_of(shape, plan, data.padding.tokens_per_step, length, gpu)
-    return None if seconds is None else plan_duration(plan, seconds, "the GPU's rate, 40 % of it used: an estimate")
+    source = "the GPU's rate, 40 % of it used: an estimate"
+    if data is None:
+        tokens, length = float(plan.global_batch_size * plan.max_length), float(plan.max_length)
+        source += " for rows that are all as long as data.max_length, so an upper bound: their lengths are not known"
+    else:
+        tokens, length = data.padding.tokens_per_step, data.padding.tokens_per_step / plan.global_batch_size
+    seconds = step_seconds_of(shape, plan, tokens, length, gpu)
+    return None if seconds is None else plan_duration(plan, seconds, source)
+
+
+def _missing_for_time(shape: ModelShape | None, gpu: Gpu | None) -> str:
+    """Return what would tell the time of a step, or what is missing where a GPU was given."""
+    others = "--step-seconds S or a finished run of this recipe in the run folder tells it"
+    if gpu is None:
+        return f"--gpu NAME, {others}"
+    if gpu.tflops is None:
+        return f"--gpu with a name in place of GiB, {others}"
+    return f"--gpu tells nothing where the shape of the model is not known; {others}" if shape is None else others
