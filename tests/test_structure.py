@@ -122,6 +122,8 @@ ORDER = [
     "data_report",
     "row_view",
     "padding",
+    "model_findings",
+    "planned_data",
     "whole_plan",
     "whole_plan_text",
     "planning",

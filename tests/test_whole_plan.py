@@ -40,10 +40,12 @@ def planned(tmp_path, base, monkeypatch, capsys):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def run(rows, *words: str, model: Path = base, targets="all-linear", max_length=200, validation=0.0) -> str:
+    def run(
+        rows, *words: str, model: Path = base, targets="all-linear", max_length=200, validation=0.0, text=RECIPE
+    ) -> str:
         data = rows if isinstance(rows, Path | str) else write_jsonl(tmp_path / "rows.jsonl", rows)
         fields = {"base": model, "data": data, "targets": targets, "max_length": max_length, "validation": validation}
-        Path("case.yaml").write_text(RECIPE.format(**fields))
+        Path("case.yaml").write_text(text.format(**fields))
         importlib.import_module("finetune").finetune(read_command(("case.yaml", "--plan", *words)))
         return capsys.readouterr().out
 
@@ -152,6 +154,32 @@ def test_several_files_are_counted_one_by_one(planned, tmp_path):
     assert [(Path(name).name, count) for name, count in found] == [("a.jsonl", 12), ("b.jsonl", 5)]
 
 
+SEVERAL = RECIPE.replace("path: {data}, format: alpaca", "sources: {data}, deduplicate: {targets}")
+SEVERAL = SEVERAL.replace("target_modules: {targets}", "target_modules: all-linear")
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_every_row_is_in_the_sum_and_copies_are_no_equal_rows(planned, tmp_path, deduplicate):
+    twice = [row(number) for number in range(10)] + [row(3), {"instruction": "x"}]
+    long = [row(number) for number in range(20, 29)] + [{"instruction": "word " * 300, "output": "x"}]
+    places = [write_jsonl(tmp_path / name, rows) for name, rows in (("a.jsonl", twice), ("b.jsonl", long))]
+    sources = json.dumps([{"path": str(path), "weight": weight} for path, weight in zip(places, (2, 0.7), strict=True)])
+    settings = {"targets": str(deduplicate).lower(), "validation": 0.2, "text": SEVERAL}
+    plan = as_json(planned(sources, "--json", **settings))
+    data = plan["data"]
+    used = data["num_train_rows"] + data["num_eval_rows"]
+    left_out = sum(data[f"num_{kind}_rows"] for kind in ("dropped", "bad", "duplicate", "unused"))
+    assert (data["num_rows"], data["num_bad_rows"], data["num_unused_rows"]) == (22, 1, 3)
+    assert (data["num_duplicate_rows"], data["num_repeated_rows"]) == ((1, 10) if deduplicate else (0, 11))
+    assert data["num_rows"] + data["num_repeated_rows"] + data["num_split_rows"] == used + left_out
+    assert data["num_equal_rows"] == (0 if deduplicate else 1)
+    assert [each["key"] for each in plan["findings"]].count("data.deduplicate") == (not deduplicate)
+    shown = " ".join(planned(sources, **settings).split())
+    assert f"added {data['num_repeated_rows']} repeated by weight" in shown and "not used 3 not drawn" in shown
+    assert ("not used 1 like an earlier row" in shown) == deduplicate
+    assert f"form {data['forms'][0]}" in shown
+
+
 # Errors
 
 
@@ -192,6 +220,90 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(planned, base, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     assert "the embedding of" in refusal(planned, [row(number) for number in range(9)], model=model)
+
+
+LONG = [row(number, words=1 + number * 20) for number in range(9)]
+BAD = [*LONG, {"instruction": "x"}]
+REFUSED = {
+    "cut": (LONG, ("data.max_truncated_fraction=0.1",), "data.max_truncated_fraction", 9),
+    "long": (LONG, ("data.on_overflow=error",), "data.max_length", 9),
+    "bad": (BAD, ("data.max_bad_fraction=0",), "data.max_bad_fraction", 9),
+    "all bad": ([{"instruction": "x", "output": 3}] * 3, (), "data.max_bad_fraction", None),
+    "no column": ([{"what": "x"}] * 3, (), "data.format", None),
+    "all cut": ([{"instruction": "word " * 300, "output": "x"}] * 3, (), "data.max_length", None),
+}
+
+
+@pytest.mark.parametrize(("rows", "words", "key", "num_rows"), REFUSED.values(), ids=REFUSED.keys())
+def test_data_that_is_refused_is_shown_first(planned, capsys, rows, words, key, num_rows):
+    message = refusal(planned, rows, "--json", *words, max_length=128)
+    plan = json.loads(capsys.readouterr().out)
+    errors = [each for each in plan["findings"] if each["kind"] == "error"]
+    assert errors[0]["key"] == key and errors[0]["message"] in message
+    if num_rows is None:
+        assert plan["data"] is None and "data: it cannot be used as it is" in plan["unknown"]
+        return
+    assert plan["num_train_rows"] == num_rows
+    cut = {each["max_length"]: each["num_truncated_rows"] for each in plan["data"]["limits"]}
+    assert cut[128] > 0 and cut[256] == 0
+    if key == "data.max_bad_fraction":
+        assert errors[1]["where"].endswith("rows.jsonl:10")
+    refusal(planned, rows, *words, max_length=128)
+    assert "response tokens lost" in capsys.readouterr().out
+
+
+def test_rows_for_a_hub_model_that_are_refused_are_told_of_in_the_plan(planned, capsys):
+    words = ("--json", "model.name_or_path=Qwen/Qwen2.5-7B")
+    assert "rows can't be used" in refusal(planned, [{"instruction": "x", "output": 3}] * 3, *words)
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["findings"][0]["key"], plan["num_train_rows"]) == ("data.max_bad_fraction", None)
+
+
+def test_a_plan_that_cannot_be_written_ends_in_one_line(tmp_path):
+    for form in ((), ("--json",)):
+        words = (str(ROOT / "recipes" / "qwen7b_qlora.yaml"), "--plan", "--rows", "10", "--num-processes", "1", *form)
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, str(ROOT / "finetune.py"), *words]
+            result = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert result.returncode == 1
+        assert result.stderr == "failed: the plan cannot be written to standard output: No space left on device\n"
+
+
+def other_base(base, folder, kind, **sizes) -> Path:
+    """Save a tiny model of another architecture with the tokenizer of `base`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = shutil.copytree(base, folder)
+    architecture = AutoConfig.for_model(kind, vocab_size=420, hidden_size=32, **sizes)
+    AutoModelForCausalLM.from_config(architecture).save_pretrained(model)
+    return model
+
+
+def test_rows_beyond_the_positions_are_refused(planned, base, tmp_path):
+    model = other_base(base, tmp_path / "model", "gpt2", n_layer=1, n_head=4, n_positions=64)
+    message = refusal(planned, LONG, model=model, targets="[c_attn]")
+    assert "has 64 positions" in message and "Set data.max_length: 64" in message
+    assert planned(LONG, "data.max_length=64", model=model, targets="[c_attn]")
+
+
+def test_packing_a_model_that_mixes_rows_is_refused(planned, base, tmp_path):
+    model = other_base(base, tmp_path / "model", "bloom", n_layer=1, n_head=4)
+    assert "would let joined rows see each other" in refusal(planned, LONG, "data.packing=true", model=model)
+    assert planned(LONG, model=model)
+    assert "unknown: packing" not in planned(LONG, "data.packing=true")
+
+
+def test_a_large_model_is_not_drawn_to_look_at_packing(planned, monkeypatch):
+    from tunebook import model_findings
+
+    monkeypatch.setattr(model_findings, "MOST_DRAWN", 100)
+    plan = as_json(planned(LONG, "--json", "data.packing=true"))
+    assert any(line.startswith("packing: ") for line in plan["unknown"])
+
+
+def test_an_adapter_that_peft_cannot_put_on_is_refused(planned, base, tmp_path):
+    model = other_base(base, tmp_path / "model", "mamba", num_hidden_layers=1, state_size=4)
+    assert "cannot take this adapter" in refusal(planned, LONG, model=model)
 
 
 def test_training_refuses_what_the_plan_does(tmp_path):

@@ -33,6 +33,19 @@ def attention_notes(recipe: Recipe, config: Mapping[str, Any] | None) -> list[st
     return ["attention is eager, as the model caps its scores and sdpa cannot; flash_attention_2 can, on GPUs"]
 
 
+def find_position_problems(recipe: Recipe, architecture: Any, longest_row: int, micro_batch: int) -> list[Problem]:
+    """Return why rows up to `longest_row` tokens cannot be trained with this transformers config; empty where they can.
+
+    They are longer than the positions that the model knows, or than a micro-batch may mix.
+    """
+    positions = getattr(architecture, "max_position_embeddings", None)
+    longest = min(longest_row, recipe.data.max_length)
+    if positions is not None and longest > positions:
+        message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
+        return [Problem(message, f"Set data.max_length: {positions}", recipe.path, "data.max_length")]
+    return check_rope(recipe, getattr(architecture, "rope_parameters", None), longest_row, micro_batch)
+
+
 def check_rope(recipe: Recipe, rope: Mapping[str, Any] | None, longest_row: int, micro_batch: int) -> list[Problem]:
     """Return why rows of several lengths cannot share a micro-batch of a model with long-rope.
 

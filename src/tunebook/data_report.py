@@ -20,17 +20,24 @@ LARGEST_COMPARED = 2_000_000
 class DataReport:
     """The data of a run in numbers. Lengths are in tokens after the cut, `longest_row` is before it.
 
-    `num_equal_rows` are rows with the same tokens as an earlier one (None: too many rows to compare);
-    `rows_with_stop` counts the rows that train the token which ends a turn.
+    Rows with those that are repeated and split are the training, held-out, dropped, bad, duplicate and unused rows
+    together. `num_equal_rows` are rows with the same tokens as an earlier one, the copies that weights make not counted
+    (None: too many rows to compare; where rows are dropped, it may be too few). `rows_with_stop` counts the rows that
+    train the token which ends a turn.
     """
 
     rows_by_source: tuple[tuple[str, int], ...]
+    forms: tuple[str, ...]
     template: str
     num_rows: int
+    num_repeated_rows: int
+    num_split_rows: int
     num_train_rows: int
     num_eval_rows: int
     num_bad_rows: int
     num_dropped_rows: int
+    num_duplicate_rows: int
+    num_unused_rows: int
     num_truncated_rows: int
     length_p50: int
     length_p95: int
@@ -60,15 +67,21 @@ def report_data(data: PreparedData) -> DataReport:
     for batch in _batches([data.train, data.evaluation]):
         counts.add(batch)
     lengths = np.asarray(data.train.data.column("length").to_numpy())
+    equal = counts.num_equal_rows
     p50, p95 = (int(np.percentile(lengths, share, method="higher")) for share in (50, 95))
     return DataReport(
         rows_by_source=tuple(zip(data.source_names, data.rows_by_part, strict=True)),
+        forms=data.forms,
         template=data.template,
         num_rows=data.num_rows,
+        num_repeated_rows=data.num_repeated_rows,
+        num_split_rows=data.num_split_rows,
         num_train_rows=data.num_train_rows,
         num_eval_rows=data.num_eval_rows,
         num_bad_rows=data.num_bad_rows,
         num_dropped_rows=data.num_dropped_rows,
+        num_duplicate_rows=data.num_duplicate_rows,
+        num_unused_rows=data.num_unused_rows,
         num_truncated_rows=data.num_truncated_rows,
         length_p50=p50,
         length_p95=p95,
@@ -77,7 +90,7 @@ def report_data(data: PreparedData) -> DataReport:
         trained_tokens=data.trained_tokens,
         all_tokens=int(lengths.sum()),
         rows_with_stop=counts.rows_with_stop,
-        num_equal_rows=counts.num_equal_rows,
+        num_equal_rows=None if equal is None else max(0, equal - data.num_repeated_rows),
         limits=data.truncation_table,
     )
 

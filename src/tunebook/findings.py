@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from tunebook.errors import Problem
 from tunebook.places import is_local, local_path
-from tunebook.recipe.schema import Recipe
+from tunebook.recipe.schema import DataSection, Recipe
 from tunebook.shapes import ModelShape
 
 # Modules of a known architecture beside the linear layers of its blocks, as far as LoRA can name them.
@@ -26,17 +26,18 @@ MANY_EQUAL, MUCH_PADDING = 0.01, 0.2
 class Finding:
     """One thing found: an error refuses the run, a warning asks for a decision, a note for nothing.
 
-    `key` is the recipe key it is about, if there is one.
+    `key` is the recipe key it is about and `where` a place outside the recipe, if there is one.
     """
 
     kind: Literal["error", "warning", "note"]
     message: str
     fix: str
     key: str = ""
+    where: str = ""
 
     def as_problem(self) -> Problem:
         """Return the finding as a problem that can be refused for."""
-        return Problem(self.message, self.fix, key=self.key)
+        return Problem(self.message, self.fix, self.where, self.key)
 
     def render(self) -> str:
         """Return the finding on one line."""
@@ -129,8 +130,13 @@ def find_stop_notes(recipe: Recipe, tokenizer: Any, stop_token_id: int) -> list[
     return [Finding("note", message, "Programs that read no generation_config.json must be told")]
 
 
-def find_shape_problems(recipe: Recipe, shape: ModelShape, tokenizer: Any | None) -> list[Problem]:
-    """Return what the shape alone tells of a model that is not on this machine: LoRA targets, and the vocabulary."""
+def find_shape_problems(
+    recipe: Recipe, shape: ModelShape, tokenizer: Any | None, longest_row: int = 0
+) -> list[Problem]:
+    """Return what the shape alone tells of a model that is not on this machine: LoRA targets, vocabulary, positions.
+
+    `tokenizer` and `longest_row` (in tokens) are None and 0 where they are not known.
+    """
     problems = []
     targets = (recipe.lora or {}).get("target_modules")
     linears = [name for name, _, _ in shape.linears]
@@ -146,17 +152,24 @@ def find_shape_problems(recipe: Recipe, shape: ModelShape, tokenizer: Any | None
         name = recipe.model.name_or_path
         message = f"the tokenizer has ids up to {largest}, the embedding of {name} has {shape.vocab_size} rows"
         problems.append(Problem(message, "Give the tokenizer and the weights of one model", key="model.name_or_path"))
+    longest, positions = min(longest_row, recipe.data.max_length), shape.max_positions
+    if 0 < positions < longest:
+        message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
+        problems.append(Problem(message, f"Set it to {positions}", key="data.max_length"))
     return problems
 
 
-def find_data_warnings(num_rows: int, num_equal: int | None, padding_share: float) -> list[Finding]:
-    """Return what of the data costs quality or time, by its share of all rows; rows that are cut are noted apart."""
+def find_data_warnings(data: DataSection, num_rows: int, num_equal: int | None, padding_share: float) -> list[Finding]:
+    """Return what of the data costs quality or time, by its share of all rows; rows that are cut are noted apart.
+
+    What the recipe's `data` section asks for already is not advised.
+    """
     found = []
-    if num_equal is not None and num_equal > MANY_EQUAL * num_rows:
+    if not data.deduplicate and num_equal is not None and num_equal > MANY_EQUAL * num_rows:
         message = f"{num_equal:,} of {num_rows:,} rows ({num_equal / num_rows:.1%}) are equal to an earlier one"
         fix = "Set it to true: they count several times, and held-out rows are not unseen"
         found.append(Finding("warning", message, fix, "data.deduplicate"))
-    if padding_share > MUCH_PADDING:
+    if not data.packing and padding_share > MUCH_PADDING:
         message = f"{padding_share:.0%} of all positions are padding"
         fix = "Set it to true where the model allows it; a smaller per_device_train_batch_size has less, too"
         found.append(Finding("warning", message, fix, "data.packing"))
@@ -165,4 +178,4 @@ def find_data_warnings(num_rows: int, num_equal: int | None, padding_share: floa
 
 def as_errors(problems: Sequence[Problem]) -> list[Finding]:
     """Return problems as findings that refuse the run."""
-    return [Finding("error", problem.message, problem.fix, problem.key) for problem in problems]
+    return [Finding("error", problem.message, problem.fix, problem.key, problem.where) for problem in problems]

@@ -41,7 +41,8 @@ class MemoryPlan:
     """Predicted memory of one process, with activation checkpointing and without, for one micro-batch.
 
     `rows` x `length` tokens is the micro-batch that was taken; `taken` says why. `gpu_bytes` is what was asked for, and
-    `largest_rows` the largest micro-batch that fits there in the recipe's own way (None: none does).
+    `largest_rows` the largest micro-batch that fits there in the recipe's own way (None: none does). `least` are the
+    bytes that a single token needs: weights, gradients, optimizer and the context.
     """
 
     checkpointed: Memory
@@ -54,6 +55,7 @@ class MemoryPlan:
     assumed: tuple[str, ...]
     gpu_bytes: int | None = None
     largest_rows: int | None = None
+    least: int = 0
 
     @property
     def planned(self) -> Memory:
@@ -110,6 +112,7 @@ def plan_memory(
         assumed=tuple(assumed),
         gpu_bytes=limit,
         largest_rows=largest,
+        least=predict_memory(shape, storage, replace(work, rows=1, length=1, checkpointing=True)).total + context,
     )
 
 
@@ -197,16 +200,33 @@ def _sizes(recipe: Recipe, plan: Plan) -> list[int]:
     return [size for size in range(1, min(share, LARGEST_TRIED) + 1) if share % size == 0]
 
 
-def find_memory_warnings(memory: MemoryPlan, plan: Plan) -> list[tuple[str, str]]:
-    """Return what a user should know about the GPU that was asked about, each with its fix."""
+def find_memory_warnings(memory: MemoryPlan, recipe: Recipe, plan: Plan) -> list[tuple[str, str, str]]:
+    """Return what a user should know about the GPU that was asked about, each with its fix and the key to set."""
     if memory.gpu_bytes is None or memory.needed <= TIGHT * memory.gpu_bytes:
         return []
-    share = f"{memory.needed / GIB:.1f} of {memory.gpu_bytes / GIB:g} GiB"
-    fixes = []
-    if memory.largest_rows and memory.largest_rows < plan.per_device_train_batch_size:
-        fixes.append(f"training.per_device_train_batch_size: {memory.largest_rows}")
+    gpu = f"of {memory.gpu_bytes / GIB:g} GiB"
+    if memory.least > memory.gpu_bytes:
+        message = "a process does not fit: weights, gradients and optimizer alone need "
+        return [(f"{message}{memory.least / GIB:.1f} {gpu}", *_fix_of_weights(recipe))]
+    fixes, key = [], "training.per_device_train_batch_size"
+    rows = plan.per_device_train_batch_size
+    if memory.largest_rows and memory.largest_rows < rows:
+        fixes.append(f"{key}: {memory.largest_rows}")
+    elif memory.largest_rows and rows > 1:
+        fixes.append(f"a smaller {key}")
     if not memory.activation_checkpointing and memory.checkpointed.total < memory.kept.total:
         fixes.append("training.activation_checkpointing: true")
     fixes.append("a smaller data.max_length")
     what = "does not fit: it needs" if memory.needed > memory.gpu_bytes else "fits with little to spare: it needs"
-    return [(f"a process {what} {share}", f"Set {', or '.join(fixes)}")]
+    return [(f"a process {what} {memory.needed / GIB:.1f} {gpu}", f"Set {', or '.join(fixes)}", key)]
+
+
+def _fix_of_weights(recipe: Recipe) -> tuple[str, str]:
+    """Return what makes the parts smaller that no batch changes, and the key it is about."""
+    if recipe.lora is None:
+        return "Add a lora section, with a quantization section if that is not enough, or take a larger GPU", "lora"
+    if recipe.quantization is None:
+        return "Add a quantization section, or take a larger GPU", "quantization"
+    if not recipe.quantization.get("load_in_4bit"):
+        return "Set load_in_4bit: true instead of 8 bits, or take a larger GPU", "quantization"
+    return "Take a larger GPU, or a smaller model", "model.name_or_path"

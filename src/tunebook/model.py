@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from tunebook.attention import check_rope
+from tunebook.attention import find_position_problems
 from tunebook.errors import Problem, Refused
 from tunebook.lora_targets import ALL_LINEAR, check_lora_names
 from tunebook.mutated_start import changes_base, keep_start
@@ -77,15 +77,23 @@ def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
         _rehearse_adapter(hollow, recipe, _with_new_tokens(hollow, recipe, tokenizer))
 
 
-def find_model_problems(recipe: Recipe, tokenizer: Any) -> list[Problem]:
-    """Return why this recipe cannot train the model, as far as it shows without weights and without peft.
+def find_model_problems(
+    recipe: Recipe, tokenizer: Any, longest_row: int, micro_batch: int, with_adapter: bool = True
+) -> list[Problem]:
+    """Return why this recipe cannot train the model on micro-batches of rows up to `longest_row` tokens.
 
-    A model that is not here, or only in part, is no problem yet: loading it will say what is wrong.
+    No weights are read. `with_adapter` puts LoRA on the model as well, for which peft takes seconds to import. A model
+    that is not here, or only in part, is no problem yet: loading it will say what is wrong.
     """
     try:
         with quiet_libraries():
             architecture = load_architecture(recipe)
-            return _base_problems(recipe, architecture, build_hollow(recipe, architecture), tokenizer)
+            hollow = build_hollow(recipe, architecture)
+            problems = _base_problems(recipe, architecture, hollow, tokenizer)
+            problems += find_position_problems(recipe, hollow.config, longest_row, micro_batch)
+            if not problems and with_adapter:
+                check_base(recipe, architecture, tokenizer)
+            return problems
     except Refused as refused:
         return list(refused.problems) if is_local(recipe.model.name_or_path) else []
 
@@ -196,12 +204,7 @@ def _lora_config(lora: Mapping[str, Any]) -> Any:
 
 def check_positions(recipe: Recipe, model: Any, longest_row: int, micro_batch: int) -> None:
     """Raise Refused where a row is longer than the positions that the model knows, or than a micro-batch may mix."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    longest = min(longest_row, recipe.data.max_length)
-    if positions is not None and longest > positions:
-        message = f"rows of {longest} tokens, and {recipe.model.name_or_path} has {positions} positions"
-        raise _refusal(recipe, message, f"Set data.max_length: {positions}", key="data.max_length")
-    if problems := check_rope(recipe, getattr(model.config, "rope_parameters", None), longest_row, micro_batch):
+    if problems := find_position_problems(recipe, model.config, longest_row, micro_batch):
         raise Refused(problems)
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from tunebook.batch_arithmetic import counted
 from tunebook.command_line import Command
+from tunebook.errors import Problem, Refused, TrainingFailed
 from tunebook.places import is_local_data
 from tunebook.plan import Plan, build_plan, with_rows, with_split
 from tunebook.plan_table import build_console, print_notes, render_plan
 from tunebook.recipe.schema import Recipe
-from tunebook.whole_plan import complete_plan, find_missing
+from tunebook.whole_plan import WholePlan, complete_plan, find_missing
 from tunebook.whole_plan_text import show_whole_plan
 from tunebook.world import World, count_gpus, read_world, world_of
 
@@ -96,21 +97,35 @@ def show_plan(recipe: Recipe, command: Command) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     world = _planned_world(recipe, command)
     plan = plan_without_data(recipe, world, command.run_dir)
+    refused_for: tuple[Problem, ...] = ()
     if command.rows is not None:
         plan = with_rows(plan, command.rows, recipe.data.validation, "--rows")
     elif all(is_local_data(source.path) for source in recipe.data.all_sources()) and find_missing(recipe, command):
-        num_rows, forms = _count_usable_rows(recipe)
-        origin = f"usable rows ({forms}), before data.max_length"
-        plan = with_rows(plan, num_rows, recipe.data.validation, origin)
-    whole = complete_plan(recipe, plan, command)
+        try:
+            num_rows, forms = _count_usable_rows(recipe)
+            origin = f"usable rows ({forms}), before data.max_length"
+            plan = with_rows(plan, num_rows, recipe.data.validation, origin)
+        except Refused as refused:
+            refused_for = refused.problems
+    whole = complete_plan(recipe, plan, command, refused_for)
     if world.is_main:
-        if command.json:
+        _print_plan(whole, command.json)
+    whole.refuse_errors()
+
+
+def _print_plan(whole: WholePlan, as_json: bool) -> None:
+    """Print the plan; where standard output takes no more, raise TrainingFailed with the reason."""
+    try:
+        if as_json:
             json.dump(whole.as_dict(), sys.stdout, indent=1)
             print()
         else:
             show_whole_plan(whole)
         sys.stdout.flush()
-    whole.refuse_errors()
+    except OSError as error:
+        # What is still in the buffer would be written, and fail, once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise TrainingFailed(f"the plan cannot be written to standard output: {error.strerror}") from error
 
 
 def _planned_world(recipe: Recipe, command: Command) -> World:

@@ -4,7 +4,7 @@ Nothing is asked of the network and no weights are read. What is not at hand is 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,10 @@ from tunebook.findings import (
     find_stop_problems,
 )
 from tunebook.memory_plan import Fullest, MemoryPlan, find_memory_warnings, plan_memory, with_micro_batch
+from tunebook.model_findings import find_model_findings
 from tunebook.places import is_local, is_local_data
 from tunebook.plan import Plan, with_split
+from tunebook.planned_data import prepare_for_plan
 from tunebook.recipe.schema import Recipe
 from tunebook.row_view import Segment, view_row
 from tunebook.shapes import ModelShape, find_shape
@@ -90,20 +92,21 @@ class WholePlan:
             raise Refused(errors)
 
 
-def complete_plan(recipe: Recipe, plan: Plan, command: Command) -> WholePlan:
+def complete_plan(recipe: Recipe, plan: Plan, command: Command, refused: Sequence[Problem] = ()) -> WholePlan:
     """Return the whole plan of an accepted recipe, with all that this machine holds of its data and model.
 
-    Raises Refused where the data cannot be used at all; what else is wrong is among the findings.
+    What is wrong is among the findings, and so is `refused`, which was found before.
     """
     gpu = None if command.gpu is None else read_gpu(command.gpu)
     shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
-    unknown, findings, data = find_missing(recipe, command), list[Finding](), None
+    unknown, findings, data = find_missing(recipe, command), as_errors(refused), None
     if not unknown:
         unknown += _find_incomplete(recipe)
     if unknown:
-        findings += as_errors(_shape_problems(recipe, shape, None))
+        if shape is not None and not is_local(recipe.model.name_or_path):
+            findings += as_errors(find_shape_problems(recipe, shape, None))
     else:
-        plan, data = _read_data(recipe, plan, shape, findings)
+        plan, data = _read_data(recipe, plan, shape, findings, unknown)
     if gpu and not gpu.bfloat16 and plan.compute_dtype == "bfloat16":
         fix = "Set model.dtype: float16, or float32"
         findings.append(Finding("error", f"--gpu {command.gpu} has no bfloat16", fix, "model.dtype"))
@@ -114,12 +117,11 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command) -> WholePlan:
         fullest = data.fullest if data else None
         memory = plan_memory(recipe, plan, shape, fullest, gpu.memory_gib if gpu else None)
         findings += [
-            Finding("warning", message, fix, "training.per_device_train_batch_size")
-            for message, fix in find_memory_warnings(memory, plan)
+            Finding("warning", message, fix, key) for message, fix, key in find_memory_warnings(memory, recipe, plan)
         ]
     duration = _duration(recipe, plan, command, shape, data, gpu)
     if duration is None:
-        unknown.append("time: --step-seconds S, --gpu NAME or a finished run of this recipe in the run folder tells it")
+        unknown.append(f"time: {_missing_for_time(shape, gpu)}")
     return WholePlan(plan, data, memory, duration, tuple(findings), tuple(unknown))
 
 
@@ -176,25 +178,36 @@ def _find_incomplete(recipe: Recipe) -> list[str]:
     return unknown
 
 
-def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding]) -> tuple[Plan, DataPart]:
-    """Prepare the data, or find it prepared; return the plan for its rows, and add what is found to `findings`."""
-    from tunebook.data.prepare import prepare_data
+def _read_data(
+    recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding], unknown: list[str]
+) -> tuple[Plan, DataPart | None]:
+    """Prepare the data, or find it prepared; return the plan for its rows, and add to `findings` and `unknown`."""
     from tunebook.data.tokenizer import tokenizer_of
-    from tunebook.model import find_model_problems
     from tunebook.padding import measure_padding
 
-    tokenizer = tokenizer_of(recipe)
-    prepared = prepare_data(recipe, tokenizer)
+    try:
+        tokenizer = tokenizer_of(recipe)
+        prepared, refused_for = prepare_for_plan(recipe, tokenizer)
+    except Refused as refused:
+        prepared, refused_for = None, list(refused.problems)
+    findings += as_errors(refused_for)
+    if prepared is None:
+        unknown.append("data: it cannot be used as it is")
+        return plan, None
     origins = {"num_train_rows": "prepared data", "num_eval_rows": "prepared data"}
     plan = with_split(plan, prepared.num_train_rows, prepared.num_eval_rows, origins)
     plan = replace(plan, notes=(*plan.notes, *prepared.notes))
     lengths = prepared.train.data.column("length").to_pylist()
     padding = measure_padding(recipe, plan, lengths)
     report = report_data(prepared)
-    findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
-    findings += as_errors(find_model_problems(recipe, tokenizer) or _shape_problems(recipe, shape, tokenizer))
+    if not refused_for:
+        findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
+    problems, unsure = find_model_findings(recipe, plan, shape, tokenizer, prepared.longest_row)
+    findings += as_errors(problems)
+    unknown += unsure
     findings += find_stop_notes(recipe, tokenizer, prepared.stop_token_id)
-    findings += find_data_warnings(report.num_train_rows + report.num_eval_rows, report.num_equal_rows, padding.share)
+    num_kept = report.num_train_rows + report.num_eval_rows
+    findings += find_data_warnings(recipe.data, num_kept, report.num_equal_rows, padding.share)
 
     def fullest(rows: int) -> tuple[int, int]:
         if rows == plan.per_device_train_batch_size:
@@ -202,13 +215,6 @@ def _read_data(recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: l
         return measure_padding(recipe, with_micro_batch(recipe, plan, rows), lengths).fullest
 
     return plan, DataPart(report, padding, _first_rows(prepared, tokenizer, recipe.data_seed), fullest)
-
-
-def _shape_problems(recipe: Recipe, shape: ModelShape | None, tokenizer: Any) -> list[Problem]:
-    """Return what the shape tells of a Hub model; a local one is looked at itself."""
-    if shape is None or is_local(recipe.model.name_or_path):
-        return []
-    return find_shape_problems(recipe, shape, tokenizer)
 
 
 def _first_rows(prepared: Any, tokenizer: Any, seed: int) -> tuple[TitledRow, ...]:
@@ -233,8 +239,23 @@ def _duration(  # noqa: PLR0913, PLR0917 - each is a source of the number
     measured = load_receipt(plan.run_dir, recipe_sha256(recipe), plan)
     if measured is not None:
         return plan_duration(plan, measured, f"measured by the run in {plan.run_dir}")
-    if shape is None or gpu is None or data is None:
+    if shape is None or gpu is None:
         return None
-    length = data.padding.tokens_per_step / plan.global_batch_size
-    seconds = step_seconds_of(shape, plan, data.padding.tokens_per_step, length, gpu)
-    return None if seconds is None else plan_duration(plan, seconds, "the GPU's rate, 40 % of it used: an estimate")
+    source = "the GPU's rate, 40 % of it used: an estimate"
+    if data is None:
+        tokens, length = float(plan.global_batch_size * plan.max_length), float(plan.max_length)
+        source += " for rows that are all as long as data.max_length, so an upper bound: their lengths are not known"
+    else:
+        tokens, length = data.padding.tokens_per_step, data.padding.tokens_per_step / plan.global_batch_size
+    seconds = step_seconds_of(shape, plan, tokens, length, gpu)
+    return None if seconds is None else plan_duration(plan, seconds, source)
+
+
+def _missing_for_time(shape: ModelShape | None, gpu: Gpu | None) -> str:
+    """Return what would tell the time of a step, or what is missing where a GPU was given."""
+    others = "--step-seconds S or a finished run of this recipe in the run folder tells it"
+    if gpu is None:
+        return f"--gpu NAME, {others}"
+    if gpu.tflops is None:
+        return f"--gpu with a name in place of GiB, {others}"
+    return f"--gpu tells nothing where the shape of the model is not known; {others}" if shape is None else others

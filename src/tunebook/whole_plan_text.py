@@ -56,10 +56,19 @@ def render_data_table(data: DataPart) -> Table:
     if len(report.rows_by_source) > MOST_SOURCES:
         rest = report.rows_by_source[MOST_SOURCES:]
         table.add_row("rows", f"{sum(count for _, count in rest):,} from {len(rest)} more")
+    if report.forms:
+        table.add_row("form", _plain("; ".join(report.forms)))
+    if report.num_repeated_rows:
+        table.add_row("added", f"{report.num_repeated_rows:,} repeated by weight")
+    if report.num_split_rows:
+        table.add_row("added", f"{report.num_split_rows:,} as conversations became several rows")
     table.add_row("used", f"{report.num_train_rows:,} to train, {report.num_eval_rows:,} held out")
-    table.add_row(
-        "not used", f"{report.num_bad_rows:,} quarantined, {report.num_dropped_rows:,} dropped for their length"
-    )
+    not_used = f"{report.num_bad_rows:,} quarantined, {report.num_dropped_rows:,} dropped for their length"
+    table.add_row("not used", not_used)
+    if report.num_duplicate_rows:
+        table.add_row("not used", f"{report.num_duplicate_rows:,} like an earlier row")
+    if report.num_unused_rows:
+        table.add_row("not used", f"{report.num_unused_rows:,} not drawn from their source")
     equal = "too many rows to compare" if report.num_equal_rows is None else f"{report.num_equal_rows:,}"
     table.add_row("equal to an earlier row", equal)
     lengths = f"p50 {report.length_p50:,}, p95 {report.length_p95:,}, longest {report.length_max:,}"
@@ -121,7 +130,9 @@ def render_duration(duration: Duration) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{hours * 60:.1f} min" if hours * 60 >= 1 else f"{hours * 3600:.3g} s"
 
 
 def _in(unit: int, number: int) -> str:

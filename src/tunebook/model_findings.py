@@ -1,0 +1,73 @@
+"""What the start of training would refuse of a model, found for `--plan` without its weights; the rest is unknown."""
+
+import copy
+from typing import Any
+
+from tunebook.errors import Problem, Refused
+from tunebook.findings import find_shape_problems
+from tunebook.places import is_local
+from tunebook.plan import Plan
+from tunebook.recipe.schema import Recipe
+from tunebook.shapes import ModelShape, count_lora_parameters
+
+# Random weights tell as much of packing as the trained ones. So many are drawn in about a second, and take 1 GB.
+MOST_DRAWN = 250_000_000
+
+
+def find_model_findings(
+    recipe: Recipe, plan: Plan, shape: ModelShape | None, tokenizer: Any, longest_row: int
+) -> tuple[list[Problem], list[str]]:
+    """Return why this recipe cannot train the model on rows up to `longest_row` tokens, and what only loading tells."""
+    from tunebook.model import find_model_problems
+
+    # Where the adapter's layers can be counted they are known to exist, and to be ones that peft adapts.
+    is_known = (
+        shape is not None and recipe.lora is not None and count_lora_parameters(shape, recipe.lora, 1) is not None
+    )
+    micro_batch = plan.per_device_train_batch_size
+    problems = find_model_problems(recipe, tokenizer, longest_row, micro_batch, with_adapter=not is_known)
+    if problems:
+        return problems, []
+    if shape is not None and not is_local(recipe.model.name_or_path):
+        problems = find_shape_problems(recipe, shape, tokenizer, longest_row)
+    unknown = []
+    if recipe.data.packing and not problems:
+        packing = find_packing_problems(recipe)
+        if packing is None:
+            unknown.append("packing: whether this model keeps joined rows apart is checked when it is loaded")
+        problems += packing or []
+    if (recipe.lora or {}).get("init_lora_weights", True) not in (True, False, "gaussian"):
+        unknown.append("lora: whether the adapter can be put on is checked when the model is loaded")
+    return problems, unknown
+
+
+def find_packing_problems(recipe: Recipe) -> list[Problem] | None:
+    """Return why the rows of this recipe cannot be joined, from a model of random weights on the CPU.
+
+    None where that cannot be told: a model that is large or not here, or an attention that needs a GPU.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tunebook.model import build_hollow, load_architecture
+    from tunebook.quiet import quiet_libraries
+    from tunebook.training.packing import check_rows_apart
+
+    if recipe.model.attn_implementation not in (None, "eager", "sdpa"):
+        return None
+    try:
+        with quiet_libraries(), torch.random.fork_rng(devices=[]):
+            architecture = load_architecture(recipe)
+            if build_hollow(recipe, architecture).num_parameters() > MOST_DRAWN:
+                return None
+            attention = recipe.model.attn_implementation
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(architecture), dtype=torch.float32, attn_implementation=attention
+            )
+    except Refused:
+        return None
+    try:
+        check_rows_apart(recipe, model, "float32")
+    except Refused as refused:
+        return list(refused.problems)
+    return []
