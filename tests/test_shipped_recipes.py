@@ -84,7 +84,7 @@ def test_what_the_plan_says_it_takes_fits_the_hardware_it_names(path):
     count, size = int(found[1] or 1), int(found[2] or 1)
     plan, shape = build_plan(recipe, world_of(count, "cuda")), find_shape(recipe.model.name_or_path)
     memory = plan_memory(recipe, plan, shape, None, size)
-    assert memory.fits and not find_memory_warnings(memory, plan)
+    assert memory.fits and not find_memory_warnings(memory, recipe, plan)
     assert memory.rows == recipe.arguments["per_device_train_batch_size"] and memory.length == recipe.data.max_length
     if found[1]:
         assert memory.needed > 0.5 * size * GIB
