@@ -1,6 +1,7 @@
 """Settings that must hold before torch is imported: one thread a process, no telemetry, no Hub."""
 
 import os
+import signal
 
 # Unpinned threads made small CPU work up to 20 times slower on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,3 +14,9 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
         return "pytestmark = pytest.mark.slow" in collection_path.read_text(encoding="utf-8") or None
     return None
+
+
+# A suite that runs in the background, or under nohup, was told to ignore these, and so would be what it starts.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
