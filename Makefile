@@ -22,7 +22,7 @@ quickstart: install
 test: install
 	$(BIN)/python -m pytest -q
 
-# What takes minutes: eight processes, and more of what two show already.
+# What takes minutes: eight processes, two machines, and more of what is shown already.
 test-slow: install
 	$(BIN)/python -m pytest -q -rP -m long
 

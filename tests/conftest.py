@@ -12,7 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def pytest_ignore_collect(collection_path, config):
     """Leave out files that are slow as a whole when slow tests are: importing them would import torch."""
     if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
-        return "pytestmark = pytest.mark.slow" in collection_path.read_text(encoding="utf-8") or None
+        text = collection_path.read_text(encoding="utf-8")
+        return any(f"pytestmark = {start}pytest.mark.slow" in text for start in ("", "[")) or None
     return None
 
 

@@ -98,6 +98,7 @@ def test_the_same_command_again_trains_nothing_and_says_so(quickstart):
     assert "--fresh" in result.stdout and read_summary(checkout) == before
 
 
+@pytest.mark.long
 def test_the_resolved_recipe_can_be_launched_as_it_is(quickstart):
     checkout, _ = quickstart
     words = "training.max_steps=2 training.num_train_epochs=null data.answer_rows=0"
@@ -148,6 +149,7 @@ def test_five_mistakes_are_one_report_and_each_rank_ends_with_code_2(tmp_path, l
     assert not (checkout / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared test data beside the checkout")
 def test_4_bit_training_on_data_that_nobody_here_wrote(tmp_path):
     checkout = make_checkout(tmp_path)

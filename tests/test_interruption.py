@@ -158,7 +158,7 @@ def make_worsening(place, limit):
     return f"worse-{limit}.yaml"
 
 
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("limit", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_best_checkpoint_is_kept_and_exported_exactly_also_after_a_stop(place, limit):
     from safetensors.torch import load_file
 

@@ -97,7 +97,11 @@ def test_a_killed_rank_takes_the_others_along_and_is_named_last(place):
 
 @pytest.mark.parametrize(
     ("launcher", "sent", "code"),
-    [("tunebook", signal.SIGTERM, 75), ("accelerate", signal.SIGTERM, None), ("torchrun", signal.SIGUSR1, None)],
+    [
+        ("tunebook", signal.SIGTERM, 75),
+        pytest.param("accelerate", signal.SIGTERM, None, marks=pytest.mark.long),
+        ("torchrun", signal.SIGUSR1, None),
+    ],
 )
 def test_a_signal_to_the_launcher_saves_and_leaves_no_orphan(place, launcher, sent, code):
     # accelerate forwards nothing to a single process, and SIGUSR1 kills torchrun: ranks hear of their launcher's end.

@@ -62,6 +62,7 @@ def test_a_killed_preparation_is_made_again(server, place):  # case C04
     assert cached(place, "again") == [""]
 
 
+@pytest.mark.long
 def test_machines_that_are_too_far_apart_are_told_why(server, place):  # case P05
     fault = {**SLOW, "FAULT_SECONDS": "7", "FAULT_RANKS": "1", "FAULT_OWN_CACHES": "1"}
     life = server.wait(begin(server, place, "apart", "machine", **fault))

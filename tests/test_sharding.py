@@ -14,7 +14,7 @@ from fork_server import ForkServer
 from launched_ranks import clean_environ, run
 
 CONFIG = YAML(typ="safe").load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 UNSAVED = ("training.save_strategy=no", "training.save_steps=null")
 
 

@@ -29,7 +29,8 @@ def taken_port():
         yield holder.getsockname()[1]
 
 
-@pytest.mark.parametrize("turn", range(5))
+# Five times in all; once, with the rest in `make test-slow`, is what the suite has time for.
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.long) for turn in range(1, 5))])
 def test_only_rank_0_writes_into_the_run_folder_in_twenty_saves(place, turn):
     told = place.folder / f"writes-{turn}"
     words = ("training.num_train_epochs=7", "training.save_steps=1", "training.save_total_limit=2")

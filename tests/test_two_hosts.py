@@ -8,7 +8,7 @@ from broken_off import adapter_of, largest_difference, make_place, summary_of
 from fork_server import ForkServer
 from two_hosts import ADDRESSES, TwoHosts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 TIMEOUT = 20
 
 

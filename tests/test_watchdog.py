@@ -9,7 +9,7 @@ import pytest
 from broken_off import make_place, summary_of
 from fork_server import ForkServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 TIMEOUT = 12
 # Two micro-batches a step on two ranks: a rank that hangs before the first has voted on nothing yet.
 HANGING = {

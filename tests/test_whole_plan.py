@@ -375,6 +375,7 @@ def test_what_the_caches_of_the_hub_hold_is_used(tmp_path, base):
     assert (plan["num_train_rows"], plan["data"]["rows_by_source"]) == (9, [["org/SomeRows", 9]])
 
 
+@pytest.mark.long
 def test_52002_cached_rows_take_seconds_no_group_and_no_weights(tmp_path, base):
     rows = json.loads(shared("data", "alpaca_2000.json").read_text(encoding="utf-8"))
     write_jsonl(tmp_path / "rows.jsonl", (rows[number % len(rows)] for number in range(52002)))
