@@ -142,24 +142,12 @@ def measured_bytes(folder: Path, names: list[str]) -> dict[str, int]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-FEW = ["qlora"]
-
-
-@pytest.mark.slow
-def test_peak_of_real_training_on_the_cpu(tmp_path):
-    check_measured(tmp_path, FEW)
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_peak_of_real_training_on_the_cpu_in_every_way(tmp_path):
-    check_measured(tmp_path, [name for name in CASES if name not in FEW])
-
-
-def check_measured(folder: Path, names: list[str]) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("this system has no /proc/self/status")
-    for name, measured in measured_bytes(folder, names).items():
+    for name, measured in measured_bytes(tmp_path, list(CASES)).items():
         predicted = predicted_bytes(CASES[name])
         print(f"{name}: predicted {predicted / 1e6:.0f} MB, measured {measured / 1e6:.0f} MB")
         assert predicted == pytest.approx(measured, rel=WITHIN), name

@@ -10,7 +10,7 @@ import pytest
 
 from variant_scenarios import LORA, RESUMED, VARIANTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 TESTS = Path(__file__).parent
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
