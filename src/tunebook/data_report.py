@@ -99,7 +99,6 @@ class _Counts:
     """Rows that train the stop token, and rows that are like an earlier one."""
 
     def __init__(self, stop_token_id: int, compares: bool) -> None:
-
         self._stop_token_id = stop_token_id
         self._seen: set[int] | None = set() if compares else None
         self._num_rows = 0

@@ -146,8 +146,8 @@ def find_shape_problems(
             message = f"{target} matches no module of this model"
             problems.append(Problem(message, f"Its linear layers: {', '.join(linears)}", key="lora.target_modules"))
     added = set(recipe.model.add_special_tokens or ())
-    known = {} if tokenizer is None else tokenizer.get_vocab()
-    largest = max((number for token, number in known.items() if token not in added), default=-1)
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    largest = max((number for token, number in vocabulary.items() if token not in added), default=-1)
     if largest >= shape.vocab_size:
         name = recipe.model.name_or_path
         message = f"the tokenizer has ids up to {largest}, the embedding of {name} has {shape.vocab_size} rows"

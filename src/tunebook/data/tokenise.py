@@ -269,9 +269,8 @@ def _parts(encoded: list[EncodedTurn], turns: Sequence[Turn], train_on: TrainOn)
 
 def _as_rows(parts: list[EncodedTurn]) -> list[EncodedTurn]:
     """Mark all but the last of a conversation's parts as having no response to be asked for."""
-    return [part._replace(answer_start=len(part.prompt_ids) + len(part.response_ids)) for part in parts[:-1]] + parts[
-        -1:
-    ]
+    *others, last = parts
+    return [*(one._replace(answer_start=len(one.prompt_ids) + len(one.response_ids)) for one in others), last]
 
 
 def _goes_on(row: Conversation, train_on: TrainOn) -> bool:
