@@ -23,7 +23,7 @@ from tunebook.world import world_of
         ({}, 1, 0.0, []),
         ({}, None, 0.0, []),
         ({"deduplicate": True}, 50, 0.0, []),
-        ({}, 0, 0.5, ["data.packing"]),
+        ({}, 0, 0.5, ["training.per_device_train_batch_size"]),
         ({"packing": True}, 0, 0.5, []),
     ],
 )
