@@ -4,8 +4,10 @@
 a launcher would start it, joins a real group, and can be killed.
 """
 
+import atexit
 import ctypes
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -109,6 +111,14 @@ class ForkServer:
             if news.get("pid") in life.pids:
                 life.codes[news["pid"]] = news["code"]
                 life.ended[news["pid"]] = time.monotonic()
+
+
+@functools.cache
+def shared_server() -> ForkServer:
+    """Return the one server that the tests of this process share: each costs ten seconds of importing."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
 
 
 def free_port() -> int:

@@ -1,22 +1,12 @@
 """Asking the model of a finished run."""
 
-import json
+from pathlib import Path
 
 import pytest
 
-from tunebook.chat import chat, load_run, load_trained
-from tunebook.errors import Refused
-
-
-def test_a_folder_without_a_finished_run_is_refused(tmp_path):
-    with pytest.raises(Refused, match=r"no run_summary\.json"):
-        load_run(str(tmp_path))
-    (tmp_path / "run_summary.json").write_text(json.dumps({"status": "failed"}))
-    with pytest.raises(Refused, match="failed"):
-        load_run(str(tmp_path))
-    (tmp_path / "run_summary.json").write_text(json.dumps({"status": "completed"}))
-    with pytest.raises(Refused, match="0 recipes"):
-        load_run(str(tmp_path))
+from tunebook.chat import chat
+from tunebook.finished import Finished
+from tunebook.trained import load_trained
 
 
 @pytest.mark.slow
@@ -33,9 +23,10 @@ def test_the_model_that_answers_is_the_trained_one(tmp_path, capsys, monkeypatch
     with process_group(World()):
         run = training_scenarios.run_of(tmp_path, World(), "run", build_data(num_examples=2), max_steps=2, lora=lora)
         result = train(run)
-    trained = load_trained(run.recipe, run.plan)
+    finished = Finished(Path(run.plan.run_dir), run.recipe, {}, run.plan)
+    trained = load_trained(finished)
     assert tensor_sha256(adapter_tensors(trained.model)) == result.summary.adapter_sha256
-    monkeypatch.setattr("tunebook.chat.load_run", lambda run_dir: (run.recipe, run.plan))
+    monkeypatch.setattr("tunebook.chat.open_finished", lambda run_dir: finished)
     monkeypatch.setattr("tunebook.chat.MAX_NEW_TOKENS", 5)
     chat(run.plan.run_dir, ["Hello", "Hello again", "", "never asked"])
     assert capsys.readouterr().out.count("\n") >= 2

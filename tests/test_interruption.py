@@ -15,9 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = Place(tmp_path_factory.mktemp("interruption"))
-    yield place
-    place.server.close()
+    return Place(tmp_path_factory.mktemp("interruption"))
 
 
 def until(life, text, place, seconds=60):

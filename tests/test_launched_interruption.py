@@ -12,7 +12,7 @@ import pytest
 
 from broken_off import adapter_of, largest_difference, make_place, steps_saved, summary_of
 from checkout import ROOT
-from fork_server import ForkServer
+from fork_server import shared_server
 from launched_ranks import clean_environ
 
 pytestmark = pytest.mark.slow
@@ -74,11 +74,10 @@ def test_restarts_recover_without_anyone(place):
     assert launched.process.wait(timeout=200) == 0, launched.output()[-4000:]
     assert "going on from recovered/checkpoints/checkpoint-" in launched.output()
     assert summary_of(place / "recovered")["status"] == "completed"
-    server = ForkServer()
+    server = shared_server()
     log = place / "unbroken.log"
     cache = str(place / "cache")
     life = server.wait(server.start(["recipe.yaml", "--run-dir", "unbroken"], 2, place, log, TUNEBOOK_CACHE=cache))
-    server.close()
     assert life.rank_codes() == [0, 0]
     assert largest_difference(adapter_of(place / "recovered"), adapter_of(place / "unbroken")) == 0
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from broken_off import make_place
-from fork_server import ForkServer
+from fork_server import shared_server
 from tunebook import cli
 
 pytestmark = pytest.mark.slow
@@ -17,9 +17,7 @@ SHORT = ("training.ddp_timeout=5", "training.max_steps=1", "training.num_train_e
 
 @pytest.fixture(scope="module")
 def server():
-    server = ForkServer()
-    yield server
-    server.close()
+    return shared_server()
 
 
 @pytest.fixture(scope="module")

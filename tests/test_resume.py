@@ -12,7 +12,7 @@ from broken_off import (
     steps_saved,
     summary_of,
 )
-from fork_server import ForkServer
+from fork_server import shared_server
 from tiny_models import build_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ class Place:
 
     def __init__(self, folder):
         self.folder = make_place(folder)
-        self.server = ForkServer()
+        self.server = shared_server()
         self.number = 0
 
     def run(self, name, size=1, *words, recipe="recipe.yaml", **environ):
@@ -49,9 +49,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = Place(tmp_path_factory.mktemp("resume"))
-    yield place
-    place.server.close()
+    return Place(tmp_path_factory.mktemp("resume"))
 
 
 def stop_after(place, name, size, step, *words, **fault):

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from broken_off import adapter_of, largest_difference, make_place, summary_of
 from checkout import ROOT
-from fork_server import ForkServer
+from fork_server import shared_server
 from launched_ranks import clean_environ, run
 
 CONFIG = YAML(typ="safe").load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
@@ -32,9 +32,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    made = ForkServer()
-    yield made
-    made.close()
+    return shared_server()
 
 
 def start(server, place, run_dir, *words, **environ):

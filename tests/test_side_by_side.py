@@ -16,9 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = Place(tmp_path_factory.mktemp("side"))
-    yield place
-    place.server.close()
+    return Place(tmp_path_factory.mktemp("side"))
 
 
 @pytest.fixture

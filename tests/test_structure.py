@@ -127,6 +127,8 @@ ORDER = [
     "whole_plan",
     "whole_plan_text",
     "planning",
+    "finished",
+    "trained",
     "chat",
     "new_recipe",
     "group_trial",

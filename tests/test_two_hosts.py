@@ -5,7 +5,7 @@ import time
 import pytest
 
 from broken_off import adapter_of, largest_difference, make_place, summary_of
-from fork_server import ForkServer
+from fork_server import shared_server
 from two_hosts import ADDRESSES, TwoHosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -26,9 +26,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(hosts):
-    made = ForkServer()
-    yield made
-    made.close()
+    return shared_server()
 
 
 def start(server, place, hosts, run_dir, *words, each=2, **environ):
