@@ -34,7 +34,8 @@ from tunebook.run_folder import check_folder, hold_run_folder
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
-from tunebook.training.loss import check_finite, count_right, summed_token_loss
+from tunebook.training.head_loss import Sums
+from tunebook.training.loss import check_finite
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.stopping import StopVote
 from tunebook.training.unused_parameters import check_all_used, naming_unused
@@ -204,7 +205,7 @@ class Loop:
             # still compute theirs. The forward stands inside as well: in it DDP decides whether it will reduce.
             waits = not is_last and isinstance(self.ddp, DistributedDataParallel)
             with self.ddp.no_sync() if waits else nullcontext(), naming_unused(self.model):
-                share = summed_token_loss(*self.predict(self.ddp, micro_batch)) / num_labels
+                share = self.sum_losses(self.ddp, micro_batch).loss / num_labels
                 # DDP averages the gradients of the ranks. Their sum is wanted, so the loss is scaled by the ranks.
                 (share * self.world.num_processes).backward()
             self.unlogged_loss += share.detach()
@@ -222,12 +223,12 @@ class Loop:
         self.schedule.step()
         self.optimizer.zero_grad()
 
-    def predict(self, model: Any, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of a micro-batch, in the precision of the plan, and its labels."""
+    def sum_losses(self, model: Any, micro_batch: dict[str, Any]) -> Sums:
+        """Run the model, in the precision of the plan, and return the sum of the losses of all labels that count."""
         dtype, inputs = getattr(torch, self.run.plan.compute_dtype), tensors_of(micro_batch, self.world.device)
-        labels = inputs.pop("labels")
+        targets = tensors_of(micro_batch["targets"], self.world.device)
         with torch.autocast(self.world.device_type, dtype=dtype, enabled=dtype != torch.float32):
-            return model(**inputs, use_cache=False).logits, labels
+            return self.run.head_loss.sums(model, inputs, targets, want_right=not torch.is_grad_enabled())
 
     def after_step(self, epoch: float) -> None:
         """Compare the replicas, log and evaluate where that is due."""
@@ -260,9 +261,8 @@ class Loop:
             for batch in takewhile(lambda _: not self.vote.is_asked, batches):
                 micro_batch = self.run.collate(rows.__getitems__(batch))
                 # The replica itself, not DDP: there is no gradient to reduce.
-                logits, labels = self.predict(self.model, micro_batch)
-                total += summed_token_loss(logits, labels).item()
-                num_right += count_right(logits, labels).item()
+                sums = self.sum_losses(self.model, micro_batch)
+                total, num_right = total + sums.loss.item(), num_right + sums.right.item()
                 num_labels += micro_batch["num_trained_tokens"]
             self.model.train()
             self.vote.agree()

@@ -101,6 +101,7 @@ ORDER = [
     "training.agreement",
     "training.unused_parameters",
     "training.loss",
+    "training.head_loss",
     "training.measuring",
     "training.arguments",
     "training.reporting",

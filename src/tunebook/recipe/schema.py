@@ -122,6 +122,10 @@ class BatchSection(Section):
     )
     learning_rate_base_processes: int = Field(1, ge=1, description="The number of processes the rate was chosen for.")
     check_replicas: int | None = Field(None, ge=1, description="Compare the ranks' weights, bit by bit, every N steps.")
+    fused_loss: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: the logits of many tokens are made in pieces; off: all at once. The loss is the same.",
+    )
 
 
 @dataclass(frozen=True)

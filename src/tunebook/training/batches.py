@@ -146,8 +146,9 @@ def pad_right(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
 
     Padding is known by its position, never by an id, so the id it has (0) says nothing.
     Returns int64 tensors of shape (rows, tokens) `input_ids`, `attention_mask` (1 for a token of a row) and `labels`
-    (-100 where nothing is trained), and the plain numbers `num_rows`, `num_row_tokens` (without padding and fillers)
-    and `num_trained_tokens` (labels that are a target: those after the first position of a row).
+    (-100 where nothing is trained), what `find_targets` says of the labels as `targets`, and the plain numbers
+    `num_rows`, `num_row_tokens` (without padding and fillers) and `num_trained_tokens` (labels that are a target: those
+    after the first position of a row).
     """
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
     input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -162,6 +163,7 @@ def pad_right(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "labels": labels,
+        "targets": find_targets(labels),
         "num_rows": len(rows),
         "num_row_tokens": sum(len(row["input_ids"]) for row in rows if row != FILLER),
         "num_trained_tokens": int(labels[:, 1:].ne(IGNORED_LABEL).sum()),
@@ -179,19 +181,32 @@ def join_rows(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
     real = [row for row in rows if row != FILLER]
     joined = real or [FILLER]
     lengths = [len(row["input_ids"]) for row in joined]
-    labels = [label for row in joined for label in (IGNORED_LABEL, *row["labels"][1:])]
+    labels = torch.tensor([[label for row in joined for label in (IGNORED_LABEL, *row["labels"][1:])]])
     return {
         "input_ids": torch.tensor([[token for row in joined for token in row["input_ids"]]]),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "labels": torch.tensor([labels]),
+        "labels": labels,
+        "targets": find_targets(labels),
         "num_rows": len(real),
         "num_row_tokens": sum(lengths) if real else 0,
-        "num_trained_tokens": sum(label != IGNORED_LABEL for label in labels),
+        "num_trained_tokens": int(labels.ne(IGNORED_LABEL).sum()),
     }
 
 
+def find_targets(labels: Any) -> dict[str, Any]:
+    """Return where a label comes next and which: int64 tensors `positions`, counted through the rows, and `ids`.
+
+    Looked for here, while the labels are on the CPU: a GPU would have to be waited for. Where no label counts it is one
+    position with -100, so that nothing is empty and the loss is 0.
+    """
+    rows, columns = labels[:, 1:].ne(IGNORED_LABEL).nonzero(as_tuple=True)
+    if not len(rows):
+        return {"positions": torch.tensor([0]), "ids": torch.tensor([IGNORED_LABEL])}
+    return {"positions": rows * labels.shape[1] + columns, "ids": labels[rows, columns + 1]}
+
+
 def tensors_of(micro_batch: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
-    """Return what a model takes of a micro-batch: its tensors without the numbers, on `device` where one is given."""
+    """Return what a model takes of a micro-batch: its tensors without the rest, on `device` where one is given."""
     tensors = {name: value for name, value in micro_batch.items() if isinstance(value, torch.Tensor)}
     if device is None:
         return tensors

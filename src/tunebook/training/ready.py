@@ -17,6 +17,7 @@ from tunebook.recipe.schema import Recipe
 from tunebook.training.agreement import check_same_start
 from tunebook.training.arguments import build_training_arguments, check_schedule
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches, join_rows, pad_right
+from tunebook.training.head_loss import HeadLoss
 from tunebook.training.measuring import Stopwatch
 from tunebook.training.packing import check_rows_apart
 from tunebook.world import World
@@ -37,6 +38,7 @@ class ReadyRun:
     arguments: TrainingArguments
     batches: GlobalBatchSampler
     model: Any
+    head_loss: HeadLoss
     wall: Stopwatch
 
     @property
@@ -68,7 +70,8 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
         check_positions(recipe, model, data.longest_row, plan.per_device_train_batch_size)
         if recipe.data.packing:
             check_rows_apart(recipe, model, plan.compute_dtype)
-    return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, wall)
+        head_loss = HeadLoss(model, plan.compute_dtype, recipe.batch.fused_loss == "auto")
+    return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, head_loss, wall)
 
 
 def start_facts(recipe: Recipe, plan: Plan, data: PreparedData) -> dict[str, Any]:

@@ -91,9 +91,13 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; the backward pass that follows meets the other processes in the last micro-batch."""
         loss = super().compute_loss(*args, **kwargs)
+        self.meet_in_backward()
+        return loss
+
+    def meet_in_backward(self) -> None:
+        """Note where this process goes next, if the backward pass of this micro-batch is collective."""
         if self.accelerator.sync_gradients:
             arrive("the backward pass")
-        return loss
 
     def close_window(self) -> None:
         """Note that the step is done; called at its end."""
@@ -216,9 +220,10 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
             return
         states = random_states()
         model.train()
-        batch = self._prepare_inputs({**tensors_of(self.data_collator([FILLER])), "use_cache": False})
+        filler = self.data_collator([FILLER])
+        batch = self._prepare_inputs({**tensors_of(filler), "targets": filler["targets"], "use_cache": False})
         with self.compute_loss_context_manager():
-            loss = model(**batch, num_items_in_batch=torch.ones((), device=self.args.device)).loss
+            loss = self.compute_loss(model, batch, num_items_in_batch=torch.ones((), device=self.args.device))
         loss.backward()
         model.zero_grad()
         restore_random_states(states)

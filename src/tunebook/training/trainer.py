@@ -14,7 +14,7 @@ from tunebook.adapter import write_adapter_weights
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
-from tunebook.training.loss import check_finite, count_right, summed_token_loss
+from tunebook.training.loss import check_finite
 from tunebook.training.ready import ReadyRun
 from tunebook.training.resumable import ResumableTrainer
 from tunebook.training.unused_parameters import check_all_used, naming_unused
@@ -31,6 +31,7 @@ class RecipeTrainer(ResumableTrainer):
     def __init__(self, run: ReadyRun, callbacks: list[TrainerCallback]) -> None:
         self.batches = run.batches
         self.last_micro_batch: dict[str, Any] | None = None
+        self._head_loss = run.head_loss
         super().__init__(
             model=run.model,
             args=run.arguments,
@@ -41,6 +42,9 @@ class RecipeTrainer(ResumableTrainer):
             callbacks=[TrainingPace(self), *callbacks],
         )
         self.remove_callback(PrinterCallback)
+        if not self._makes_all_logits:
+            # compute_loss takes the number of the step's labels, whatever the model itself would.
+            self.model_accepts_loss_kwargs = True
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Count the micro-batch's tokens from its shape, without touching the device, and train on it."""
@@ -49,7 +53,27 @@ class RecipeTrainer(ResumableTrainer):
         self.tokens.count(inputs)
         with naming_unused(self.model):
             # A cache would hide that joined rows are several, whatever the model's own setting is.
-            return super().training_step(model, {**tensors_of(inputs), "use_cache": False}, num_items_in_batch)
+            trained = {**tensors_of(inputs), "targets": inputs["targets"], "use_cache": False}
+            return super().training_step(model, trained, num_items_in_batch)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return this process's share of the loss of a step: the sum over its labels by the number of all.
+
+        Times the processes, whose gradients DDP averages.
+        """
+        targets = inputs.pop("targets")
+        if self._makes_all_logits:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = self._head_loss.sums(model, inputs, targets).loss / num_items_in_batch
+        self.meet_in_backward()
+        return (loss * self.accelerator.num_processes).float()
+
+    @property
+    def _makes_all_logits(self) -> bool:
+        """Whether the loss is left to the model: its head cannot be used alone, or all logits are smoothed over."""
+        return self._head_loss.is_plain or self.label_smoother is not None
 
     def held_out_loss(self) -> float | None:
         """Return the held-out loss of the weights as they stand, or None where no rows are held out.
@@ -90,12 +114,12 @@ class RecipeTrainer(ResumableTrainer):
             if self.vote.is_asked and not self.is_fsdp_enabled:
                 break
             num_labels += batch["num_trained_tokens"]
-            inputs = self._prepare_input(tensors_of(batch))
-            labels = inputs.pop("labels")
+            inputs = self._prepare_input({**tensors_of(batch), "targets": batch["targets"]})
+            targets = inputs.pop("targets")
             with torch.no_grad(), self.accelerator.autocast():
-                logits = self.model(**inputs, use_cache=False).logits
-                total += summed_token_loss(logits, labels)
-                num_right += count_right(logits, labels)
+                found = self._head_loss.sums(self.model, inputs, targets, want_right=True)
+            total += found.loss
+            num_right += found.right
         self.model.train(was_training)
         self.vote.agree()
         sums = [total.item(), num_right.item(), num_labels]

@@ -1,0 +1,178 @@
+"""The loss without the logits of every token: made where labels count, and a piece at a time.
+
+The output layer (the head) turns a hidden state into as many logits as the vocabulary has tokens: 4,096 states and a
+vocabulary of 152,064 make 2.5 GB in float32, three times over at the loss's backward. Here the head computes the loss
+itself, inside the model's forward: from the states whose next token is a label alone, and, where they are many, in
+pieces whose logits are made again in the backward. Sum and gradient are those of the plain way, to rounding.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from tunebook.training.batches import IGNORED_LABEL, pad_right, tensors_of
+from tunebook.training.loss import count_right, summed_token_loss
+
+# Logits that exist at once: 0.25 GiB in float32, 0.75 GiB with what the backward makes of them.
+PIECE = 2**26
+# What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
+LARGEST_PROBED = 100.0
+ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
+After = Callable[[Any], Any]
+
+
+class Sums(NamedTuple):
+    """Over the labels of a micro-batch that count: the loss (nats, a float64 scalar), and how many are held likeliest.
+
+    `right` is None where it was not asked for.
+    """
+
+    loss: Any
+    right: Any
+
+
+class HeadLoss:
+    """Computes the loss of micro-batches by a model whose head it may use piece by piece.
+
+    `is_plain` says that this model's logits are more than its head's output, so that the model makes them all itself.
+    """
+
+    def __init__(self, model: Any, compute_dtype: str, in_pieces: bool = True) -> None:
+        self._in_pieces = in_pieces
+        self._head = model.get_output_embeddings()
+        self._after: After | None = None
+        if self._head is None:
+            return
+        self._forward = self._head.forward
+        self._draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in self._head.modules())
+        with _looking(model, compute_dtype) as inputs:
+            self._num_logits, self._after = self._find_after(model, inputs)
+            if self._after is not None and not self._agrees(model, inputs, compute_dtype):
+                self._after = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all logits are made, as the model does by itself."""
+        return self._after is None
+
+    def sums(self, model: Any, inputs: dict[str, Any], targets: dict[str, Any], want_right: bool = False) -> Sums:
+        """Run `model`, which may be wrapped (DDP), on a micro-batch and return the sums over its labels.
+
+        `inputs` are what the model takes and the labels, `targets` the `positions` and `ids` of the labels that count,
+        as `pad_right` and `join_rows` make them, on the model's device.
+        """
+        inputs = {**inputs, "use_cache": False}
+        labels = inputs.pop("labels")
+        if self.is_plain:
+            logits = model(**inputs).logits
+            return Sums(summed_token_loss(logits, labels), count_right(logits, labels) if want_right else None)
+        found: list[Sums] = []
+
+        def loss_of(hidden: Any) -> Any:
+            found.append(self._sum_pieces(hidden, targets, want_right))
+            # Where the model expects its logits. DDP looks for what takes part among a model's outputs.
+            return found[-1].loss.to(hidden.dtype).reshape(1, 1, 1)
+
+        with self._head_replaced(loss_of):
+            model(**inputs)
+        [sums] = found
+        return sums
+
+    @contextmanager
+    def _head_replaced(self, forward: Callable[[Any], Any]) -> Iterator[None]:
+        had_own = "forward" in self._head.__dict__
+        self._head.forward = forward
+        try:
+            yield
+        finally:
+            del self._head.forward
+            if had_own:
+                self._head.forward = self._forward
+
+    def _find_after(self, model: Any, inputs: dict[str, Any]) -> tuple[int, After | None]:
+        """Return how many logits a state has, and what the model makes of them; None where that is not known.
+
+        The head gives numbers known beforehand, and the model's logits show what became of them.
+        """
+        given: list[Any] = []
+
+        def probe(hidden: Any) -> Any:
+            shape = self._forward(hidden).shape
+            numbers = torch.linspace(-LARGEST_PROBED, LARGEST_PROBED, shape.numel(), device=hidden.device)
+            given.append(numbers.reshape(shape))
+            return given[-1]
+
+        with self._head_replaced(probe):
+            outputs = model(**inputs)
+        # A loss of its own beside that of the labels (of a router) is for the model to add.
+        if len(given) != 1 or getattr(outputs, "aux_loss", None) is not None:
+            return 0, None
+        [numbers] = given
+        made = outputs.logits
+        if made.shape != numbers.shape or numbers.shape[:2] != inputs["input_ids"].shape:
+            return 0, None
+        return numbers.shape[-1], _explain(numbers, made.to(numbers.dtype), model.config.get_text_config())
+
+    def _agrees(self, model: Any, inputs: dict[str, Any], compute_dtype: str) -> bool:
+        """Return whether the loss of two small rows is that of the model's own logits."""
+        ids = inputs["input_ids"].cpu()
+        rows = pad_right([{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids])
+        device = str(inputs["input_ids"].device)
+        targets = {name: tensor.to(device) for name, tensor in rows["targets"].items()}
+        ours = self.sums(model, tensors_of(rows, device), targets).loss
+        plain = summed_token_loss(model(**inputs).logits, tensors_of(rows, device)["labels"])
+        return bool((ours - plain).abs() <= ROUNDING[compute_dtype] * plain.abs())
+
+    def _sum_pieces(self, hidden: Any, targets: dict[str, Any], want_right: bool) -> Sums:
+        """Return the sums for hidden states of shape (rows, tokens, hidden size)."""
+        states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets["positions"])
+        size = max(1, PIECE // self._num_logits) if self._in_pieces else len(states)
+        pieces = list(zip(states.split(size), targets["ids"].split(size), strict=True))
+        recompute = len(pieces) > 1 and torch.is_grad_enabled()
+        sums = [
+            checkpoint(self._sum_piece, *piece, want_right, use_reentrant=False, preserve_rng_state=self._draws)
+            if recompute
+            else self._sum_piece(*piece, want_right)
+            for piece in pieces
+        ]
+        right = torch.stack([one.right for one in sums]).sum() if want_right else None
+        return Sums(torch.stack([one.loss for one in sums]).sum(), right)
+
+    def _sum_piece(self, states: Any, ids: Any, want_right: bool) -> Sums:
+        assert self._after is not None, "only for heads that were looked at"
+        logits = self._after(self._forward(states)).float()
+        losses = cross_entropy(logits, ids, ignore_index=IGNORED_LABEL, reduction="none")
+        right = ((logits.argmax(dim=-1) == ids) & (ids != IGNORED_LABEL)).sum() if want_right else None
+        return Sums(losses.sum(dtype=torch.float64), right)
+
+
+def _explain(numbers: Any, made: Any, config: Any) -> After | None:
+    """Return the function that made `made` of `numbers`: themselves, a multiple of them, or a cap on them."""
+    if torch.equal(made, numbers):
+        return lambda logits: logits
+    largest = numbers.abs().max()
+    scale = float(made.flatten()[-1] / numbers.flatten()[-1])
+    candidates: list[After] = [lambda logits: logits * scale]
+    if cap := getattr(config, "final_logit_softcapping", None):
+        candidates.append(lambda logits: torch.tanh(logits / cap) * cap)
+    return next((after for after in candidates if (after(numbers) - made).abs().max() <= 1e-6 * largest), None)
+
+
+@contextmanager
+def _looking(model: Any, compute_dtype: str) -> Iterator[dict[str, Any]]:
+    """Give two small rows to run the model on without gradients; it is left in the mode it was found in."""
+    embedding = model.get_input_embeddings()
+    device, dtype = embedding.weight.device, getattr(torch, compute_dtype)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(embedding.num_embeddings, (2, 5), generator=generator).to(device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    finally:
+        model.train(was_training)
