@@ -1,5 +1,5 @@
 #!/bin/bash
-# 2 machines with 4 GPUs each: 8 processes x 4 rows x 2 micro-steps = 64 rows per step
+# 2 machines with 4 GPUs each: 8 processes x 8 rows x 1 micro-step = 64 rows per step
 # sbatch launch/slurm.sh. Made by: tunebook launch recipes/qwen7b_qlora.yaml --nodes 2 --gpus 4 --as slurm
 # The current folder, and with it the run folder, must be on a disk that all nodes share. Partition, account, memory and
 # the activation of the environment are this cluster's own: add them.

@@ -53,6 +53,8 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "
 WIDE |= {"num_key_value_heads": 4, "vocab_size": 16384, "max_position_embeddings": 1024}
 DEEP = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 4}
 DEEP |= {"num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 1024}
+# Of as many tokens as a micro-batch here has, twice the logits that are made at once.
+WORDY = {**DEEP, "num_hidden_layers": 2, "vocab_size": 65536}
 R16 = {"r": 16, "lora_alpha": 16}
 OFF, ON = {"activation_checkpointing": False}, {"activation_checkpointing": True}
 CASES = {
@@ -63,6 +65,9 @@ CASES = {
     "full": Case(WIDE, 1, 256, arguments=ON),
     "full, accumulated": Case(WIDE, 2, 256, arguments=ON | {"gradient_accumulation_steps": 2}),
     "full, activations kept": Case(DEEP, 4, 256, arguments=OFF),
+    "lora, logits in pieces": Case(WORDY, 4, 512, R16, arguments=ON),
+    "lora, all logits": Case(WORDY, 4, 512, R16, arguments=ON | {"batch": {"fused_loss": "off"}}),
+    "lora, bfloat16, logits in pieces": Case(WORDY, 4, 512, R16, None, "bfloat16", ON),
     "qlora, bfloat16": Case(WIDE, 4, 256, R16, NF4, "bfloat16", ON),
     "lora, bfloat16, activations kept": Case(DEEP, 2, 256, R16, None, "bfloat16", OFF),
     "full, bfloat16": Case(WIDE, 1, 256, None, None, "bfloat16", ON),
@@ -152,11 +157,14 @@ def train(folder: Path, case: Case, steps: int = 2) -> None:
 
 
 def nearly_same_rows(number: int, length: int) -> TinyData:
-    """Return rows of which every other one is a token shorter, so that there is a mask, half of each a prompt."""
+    """Return rows of which every other one is a token shorter, so that there is a mask; all tokens are trained.
+
+    A plan without data cannot know how many are, and takes all.
+    """
     import datasets
 
     rows = [
-        {"input_ids": [40] * size, "labels": [-100] * (size // 2) + [STOP] * (size - size // 2), "length": size}
+        {"input_ids": [40] * size, "labels": [STOP] * size, "length": size}
         for size in (length - index % 2 for index in range(number))
     ]
     return TinyData(datasets.Dataset.from_list(rows), None, ())

@@ -70,7 +70,7 @@ def largest_part(ours, plain):
 @pytest.mark.parametrize("in_pieces", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sum_and_gradients_are_those_of_all_logits(family, in_pieces, collate, monkeypatch):
-    monkeypatch.setattr(head_loss, "PIECE", 4 * 101)  # four logits' worth of tokens: three pieces here
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)  # four logits' worth of tokens: three pieces here
     model, batch = build(FAMILIES[family]), collate(ROWS)
     plain, right = plain_way(model, batch)
     expected = gradients_of(model, plain)
@@ -83,7 +83,7 @@ def test_sum_and_gradients_are_those_of_all_logits(family, in_pieces, collate, m
 
 
 def test_logits_exist_for_labels_only_and_a_piece_at_a_time(monkeypatch):
-    monkeypatch.setattr(head_loss, "PIECE", 4 * 101)
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)
     model, batch = build(FAMILIES["qwen2"]), pad_right(ROWS)
     head, made = model.get_output_embeddings(), []
     own = head.forward
@@ -96,7 +96,7 @@ def test_logits_exist_for_labels_only_and_a_piece_at_a_time(monkeypatch):
     with torch.no_grad():
         ours.sums(model, tensors_of(batch), batch["targets"])
     assert made == [4, 4, 1]
-    monkeypatch.setattr(head_loss, "PIECE", 9 * 101)
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 9 * 101)
     del made[:]
     ours.sums(model, tensors_of(batch), batch["targets"])[0].backward()
     assert made == [9], "one piece is made once"
@@ -138,7 +138,7 @@ def test_what_a_model_makes_of_its_logits_is_found_out_or_left_to_it():
 def test_a_head_that_is_trained_gets_its_gradient(kept, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
-    monkeypatch.setattr(head_loss, "PIECE", 4 * 101)
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)
     settings = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **kept}
     with quiet_libraries():
         model = get_peft_model(build(FAMILIES["qwen2"]), LoraConfig(**settings)).eval()

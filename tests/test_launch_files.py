@@ -104,7 +104,7 @@ def test_numbers_of_the_cluster(typed):
 
 def test_commands_for_one_machine_and_for_several(typed):
     [comment, command] = typed(RECIPE, "--gpus", 8, "--as", "accelerate").splitlines()
-    assert comment == "# 1 machine with 8 GPUs: 8 processes x 4 rows x 2 micro-steps = 64 rows per step"
+    assert comment == "# 1 machine with 8 GPUs: 8 processes x 8 rows x 1 micro-step = 64 rows per step"
     assert command == (
         f"accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 finetune.py {RECIPE}"
     )
@@ -116,7 +116,7 @@ def test_commands_for_one_machine_and_for_several(typed):
 
 def test_what_would_not_run_is_refused(monkeypatch, capsys):
     line = refusal(monkeypatch, capsys, RECIPE, "--nodes", "4", "--gpus", "8", "--as", "slurm")
-    assert "64 rows are no whole number of micro-steps of 32 processes x 4 rows" in line
+    assert "64 rows are no whole number of micro-steps of 32 processes x 8 rows" in line
     assert "Add --as accelerate or torchrun" in refusal(monkeypatch, capsys, RECIPE, "--nodes", "2")
     line = refusal(monkeypatch, capsys, RECIPE, "--as", "slurm", "--fresh")
     assert "would set its own run aside each time it is started again" in line

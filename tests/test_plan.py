@@ -244,7 +244,7 @@ def test_every_shipped_recipe_loads_and_plans(recipe):
 def test_plan_as_json_for_a_world_that_is_not_there(typed):
     words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4", "--rows", "52002", "--json")
     plan = json.loads(typed(*words, "training.learning_rate=1e-4"))
-    assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 4)
+    assert (plan["world_size"], plan["backend"], plan["gradient_accumulation_steps"]) == (4, "nccl", 2)
     assert (plan["num_optimizer_steps"], plan["num_eval_rows"]) == (2391, 1040)
     assert (plan["learning_rate"], plan["origins"]["learning_rate"]) == (1e-4, "command line")
     assert set(plan["origins"]) == set(plan) - {"origins", "notes", "data", "memory", "time", "findings", "unknown"}
@@ -261,13 +261,13 @@ def test_hours_of_52002_rows_at_batch_4(typed):
 
 def test_whether_it_fits_a_gpu(typed):
     words = ("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "1")
-    assert "memory: fits in 24 GiB with checkpointing on; the largest micro-batch that does: 8" in typed(
+    assert "memory: fits in 24 GiB with checkpointing on; the largest micro-batch that does: 32" in typed(
         *words, "--gpu", "24"
     )
     small = typed(*words, "--gpu", "8")
     assert "does not fit in 8 GiB" in small and "warning: training.per_device_train_batch_size" in small
     memory = json.loads(typed(*words, "--gpu", "a100", "--json"))["memory"]
-    assert memory["fits"] and memory["largest_rows"] == 32 and memory["gpu_bytes"] == 80 * 1024**3
+    assert memory["fits"] and memory["largest_rows"] == 64 and memory["gpu_bytes"] == 80 * 1024**3
 
 
 def test_a_gpu_without_bfloat16_refuses_it(typed, capsys):
@@ -280,7 +280,7 @@ def test_a_gpu_without_bfloat16_refuses_it(typed, capsys):
 
 def test_plan_as_a_table_needs_neither_hub_nor_rows(typed):
     table = typed("recipes/qwen7b_qlora.yaml", "--plan", "--num-processes", "4")
-    assert "4 processes x 4 rows x 4 micro-steps = 64 rows per step" in table
+    assert "4 processes x 8 rows x 2 micro-steps = 64 rows per step" in table
     assert "training rows" in table and "unknown" in table
     assert not (ROOT / "runs" / "qwen7b_qlora").exists()
 

@@ -24,7 +24,9 @@ compute type; after Korthikanti et al. 2022, section 4, for today's layers):
 
 With activation checkpointing a layer stores its input only (H of the residual stream), and the rest of one layer at a
 time is computed again. The logits are there three times at the loss's backward: the log-softmax, the gradient that
-reaches it and the one that leaves it (measured: 4,096 x 152,064 float32 logits took 7,131 MiB = 12.0 bytes each).
+reaches it and the one that leaves it (measured: 4,096 x 152,064 float32 logits took 7,131 MiB = 12.0 bytes each). Where
+they are made a piece at a time (training/head_loss.py) that is one piece. They are made of trained tokens only, which
+all tokens are taken to be here.
 """
 
 from bisect import bisect_left
@@ -38,6 +40,8 @@ GIB = 1024**3
 CUDA_CONTEXT_BYTES = GIB // 2
 QUANTIZED_BLOCK, CONSTANTS_BLOCK = 64, 256  # bitsandbytes: weights that share a scale, scales that share one
 FLOAT32 = 4
+# Logits that tunebook makes at once: 0.25 GiB in float32, 0.75 GiB with what the backward makes of them.
+LOGITS_AT_ONCE = 2**26
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Storage:
 class Work:
     """What is trained and on what: `adapter` is the number of LoRA parameters (None: all weights are trained).
 
-    A micro-batch has `rows` rows of `length` tokens. `keeps_gradients` says that a step has several micro-batches.
+    A micro-batch has `rows` rows of `length` tokens. `keeps_gradients` says that a step has several micro-batches,
+    `logits_at_once` how many logits are made at a time (None: all).
     """
 
     rows: int
@@ -84,6 +89,7 @@ class Work:
     keeps_gradients: bool = False
     masked: bool = True
     eager_attention: bool = False
+    logits_at_once: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -134,7 +140,7 @@ def predict_memory(shape: ModelShape, storage: Storage, work: Work) -> Memory:
     dequantized = max(inputs * outputs for _, inputs, outputs in shape.linears) * storage.dequantized
     # Per moment: gradients, activations, logits, workspace.
     moments = {
-        "loss": (kept, work.tokens * (stored + around), work.tokens * count_logit_bytes(shape, storage), copies),
+        "loss": (kept, work.tokens * (stored + around), count_logit_bytes(shape, storage, work), copies),
         "last layer": (kept, work.tokens * (stored + again + factors), 0.0, dequantized),
         "first layer": (gradients, work.tokens * (layer + factors), 0.0, dequantized),
         "optimizer step": (gradients, 0.0, 0.0, trained * storage.step),
@@ -171,10 +177,11 @@ def count_layer_activation_bytes(shape: ModelShape, storage: Storage, work: Work
     return norms + fed * compute * hidden + attention + 4 * compute * inner + adapter
 
 
-def count_logit_bytes(shape: ModelShape, storage: Storage) -> float:
-    """Return the bytes per token that the logits take at the fullest moment of the loss."""
+def count_logit_bytes(shape: ModelShape, storage: Storage, work: Work) -> float:
+    """Return the bytes that the logits of a micro-batch take at the fullest moment of the loss."""
     kept = storage.compute if storage.loss_chunks > 1 else 0
-    return shape.vocab_size * (kept + 3 * storage.loss / storage.loss_chunks)
+    at_once = work.tokens if work.logits_at_once is None else max(1, work.logits_at_once // shape.vocab_size)
+    return min(work.tokens, at_once) * shape.vocab_size * (kept + 3 * storage.loss / storage.loss_chunks)
 
 
 def find_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

@@ -9,6 +9,7 @@ from tunebook.memory import (
     CUDA_CONTEXT_BYTES,
     FLOAT32,
     GIB,
+    LOGITS_AT_ONCE,
     QUANTIZED_BLOCK,
     Memory,
     Storage,
@@ -169,6 +170,7 @@ def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[in
         keeps_gradients=plan.gradient_accumulation_steps > 1,
         masked=rows > 1 and not (recipe.model.attn_implementation or "").startswith("flash"),
         eager_attention=eager,
+        logits_at_once=LOGITS_AT_ONCE if recipe.batch.fused_loss == "auto" else None,
     )
 
 

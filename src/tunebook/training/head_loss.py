@@ -14,11 +14,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from tunebook.memory import LOGITS_AT_ONCE
 from tunebook.training.batches import IGNORED_LABEL, pad_right, tensors_of
 from tunebook.training.loss import count_right, summed_token_loss
 
-# Logits that exist at once: 0.25 GiB in float32, 0.75 GiB with what the backward makes of them.
-PIECE = 2**26
 # What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
 LARGEST_PROBED = 100.0
 ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
@@ -130,7 +129,7 @@ class HeadLoss:
     def _sum_pieces(self, hidden: Any, targets: dict[str, Any], want_right: bool) -> Sums:
         """Return the sums for hidden states of shape (rows, tokens, hidden size)."""
         states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets["positions"])
-        size = max(1, PIECE // self._num_logits) if self._in_pieces else len(states)
+        size = max(1, LOGITS_AT_ONCE // self._num_logits) if self._in_pieces else len(states)
         pieces = list(zip(states.split(size), targets["ids"].split(size), strict=True))
         recompute = len(pieces) > 1 and torch.is_grad_enabled()
         sums = [
