@@ -1,0 +1,92 @@
+"""Where more GPUs stop paying: time of the gradients' all-reduce against compute, from the plan of a recipe, on paper.
+
+    python scripts/scaling_table.py recipes/qwen7b_qlora.yaml --gpu h100
+
+Nothing is measured here. Compute is the operations of the model at 40 % of the GPU's rate (tunebook/durations.py). An
+all-reduce of G bytes over N processes in a ring moves 2 (N - 1) / N x G through each link, in 2 (N - 1) messages
+(Patarasuk and Yuan 2009). It starts while the backward still computes; here it is added whole, which is the worst case.
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from tunebook.durations import read_gpu, step_seconds_of
+from tunebook.errors import Refused
+from tunebook.memory import FLOAT32
+from tunebook.plan import build_plan
+from tunebook.recipe.reading import load_recipe
+from tunebook.shapes import find_shape
+from tunebook.world import world_of
+
+PROCESSES = (1, 8, 64, 512)
+# Bytes per second through the slowest link of the ring, and seconds of one message.
+LINKS = {"NVLink, 450 GB/s": (450e9, 5e-6), "InfiniBand, 50 GB/s": (50e9, 1e-5), "Ethernet, 3 GB/s": (3e9, 5e-5)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step on some processes: rows and seconds of compute of each, and bytes that are reduced."""
+
+    processes: int
+    rows: int
+    compute: float
+    gradient: int
+
+    def reduce_seconds(self, bandwidth: float, latency: float) -> float:
+        """Return the seconds of a ring all-reduce of the gradient."""
+        others = self.processes - 1
+        return 2 * others / self.processes * self.gradient / bandwidth + 2 * others * latency
+
+    def efficiency(self, bandwidth: float, latency: float) -> float:
+        """Return the part of the time in which the processes compute."""
+        return self.compute / (self.compute + self.reduce_seconds(bandwidth, latency))
+
+
+def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> Step:
+    """Return the step in which each process has `rows` rows of `tokens` tokens."""
+    size = min(rows, 8)
+    batch = (f"training.global_batch_size={processes * rows}", f"training.per_device_train_batch_size={size}")
+    recipe = load_recipe(path, batch)
+    plan, shape = build_plan(recipe, world_of(processes, "cuda")), find_shape(recipe.model.name_or_path)
+    if shape is None or plan.trainable_parameters is None:
+        raise SystemExit(f"{recipe.model.name_or_path}: its shape is not known here")
+    seconds = step_seconds_of(shape, plan, processes * rows * tokens, tokens, read_gpu(gpu))
+    if seconds is None:
+        raise SystemExit(f"--gpu {gpu}: its rate is not known; give a name, such as h100")
+    return Step(processes, rows, seconds, plan.trainable_parameters * FLOAT32)
+
+
+def render_table(steps: list[Step]) -> str:
+    """Return the steps as a Markdown table."""
+    head = ["GPUs", "rows of each", "compute", "bytes reduced", *(f"{name}: share of compute" for name in LINKS)]
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    for step in steps:
+        compute, reduced = f"{1000 * step.compute:,.0f} ms", f"{step.gradient / 1e6:,.0f} MB"
+        shares = (
+            f"{1000 * step.reduce_seconds(*link):,.1f} ms: {step.efficiency(*link):.0%}" if step.processes > 1 else "-"
+            for link in LINKS.values()
+        )
+        lines.append(" | ".join([str(step.processes), str(step.rows), compute, reduced, *shares]))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> None:
+    """Print the table of a recipe twice: the global batch as it is, and as many rows for every process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--gpu", default="h100", help="a name of facts/gpus.json")
+    parser.add_argument("--tokens-per-row", type=int, default=128, help="Alpaca's rows have 105 in the mean")
+    given = parser.parse_args()
+    try:
+        rows = load_recipe(given.recipe).batch.global_batch_size or 64
+        dealt = [processes for processes in PROCESSES if processes <= rows]
+        same = [plan_step(given.recipe, one, rows // one, given.tokens_per_row, given.gpu) for one in dealt]
+        grown = [plan_step(given.recipe, one, rows // 8, given.tokens_per_row, given.gpu) for one in PROCESSES]
+    except Refused as refused:
+        raise SystemExit(str(refused)) from refused
+    print(f"The global batch stays at {rows} rows, and the adapter the same:\n\n{render_table(same)}\n")
+    print(f"Each process keeps {rows // 8} rows, and the global batch grows:\n\n{render_table(grown)}")
+
+
+if __name__ == "__main__":
+    main()
