@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow torture bench-data bench-packing bench-loss check format clean
+.PHONY: install quickstart test test-slow torture bench-data bench-packing bench-loss bench-gpu check format clean
 
 install: .venv/installed
 
@@ -40,6 +40,10 @@ bench-packing: install
 # Time and memory of the loss for a vocabulary of 152,064 tokens. About 20 minutes; needs 12 GB of memory.
 bench-loss: install
 	$(BIN)/python benchmarks/loss_memory.py
+
+# On a GPU, under 8 minutes; without one: benchmarks/gpu.py --tiny.
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu.py
 
 check: install
 	$(BIN)/ruff check .

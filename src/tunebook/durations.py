@@ -80,17 +80,23 @@ def load_receipt(run_dir: str, recipe_sha256: str, plan: Plan) -> float | None:
 def step_seconds_of(shape: ModelShape, plan: Plan, tokens_per_step: float, length: float, gpu: Gpu) -> float | None:
     """Return the seconds of one step at UTILISATION of the GPU's rate, or None where the rate is not known.
 
-    Operations of a token: 2 for each weight in a forward, 2 more for the gradient that passes through, 2 more for the
-    gradient of the weight itself where it is trained, and another forward under activation checkpointing; attention
-    adds 4 x length x query width per layer and forward, half of it masked (Kaplan et al. 2020, section 2.1).
     `tokens_per_step` are those of all processes, padding included.
     """
     if gpu.tflops is None:
         return None
+    trains_all = plan.trainable_parameters == shape.num_parameters
+    operations = operations_per_token(shape, length, plan.activation_checkpointing, trains_all)
+    return tokens_per_step * operations / (plan.world_size * gpu.tflops * 1e12 * UTILISATION)
+
+
+def operations_per_token(shape: ModelShape, length: float, checkpointing: bool, trains_all: bool = False) -> float:
+    """Return the floating-point operations that training takes for a token of a row of `length` tokens.
+
+    2 for each weight in a forward, 2 more for the gradient that passes through, 2 more for the gradient of the weight
+    itself where it is trained, and another forward under activation checkpointing; attention adds 4 x length x query
+    width per layer and forward, half of it masked (Kaplan et al. 2020, section 2.1).
+    """
     weights = count_linear_parameters(shape) + shape.vocab_size * shape.hidden_size
     attention = 2 * length * query_width(shape) * shape.num_layers
-    passes = 2 + (1 if plan.activation_checkpointing else 0)
-    operations = 2 * weights * passes + attention * (passes + 1)
-    if plan.trainable_parameters == shape.num_parameters:
-        operations += 2 * weights
-    return tokens_per_step * operations / (plan.world_size * gpu.tflops * 1e12 * UTILISATION)
+    passes = 2 + (1 if checkpointing else 0)
+    return 2 * weights * (passes + trains_all) + attention * (passes + 1)

@@ -40,11 +40,15 @@ class HeadLoss:
     `is_plain` says that this model's logits are more than its head's output, so that the model makes them all itself.
     """
 
-    def __init__(self, model: Any, compute_dtype: str, in_pieces: bool = True) -> None:
+    def __init__(self, model: Any, compute_dtype: str, in_pieces: bool = True, compiled: bool = False) -> None:
+        """Look at what the model makes of its head's output; a model that will be `compiled` is left as it is.
+
+        Replacing its head would have it compiled anew in each step.
+        """
         self._in_pieces = in_pieces
         self._head = model.get_output_embeddings()
         self._after: After | None = None
-        if self._head is None:
+        if self._head is None or compiled:
             return
         self._forward = self._head.forward
         self._draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in self._head.modules())

@@ -70,7 +70,8 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
         check_positions(recipe, model, data.longest_row, plan.per_device_train_batch_size)
         if recipe.data.packing:
             check_rows_apart(recipe, model, plan.compute_dtype)
-        head_loss = HeadLoss(model, plan.compute_dtype, recipe.batch.fused_loss == "auto")
+        in_pieces, compiled = recipe.batch.fused_loss == "auto", arguments.torch_compile
+        head_loss = HeadLoss(model, plan.compute_dtype, in_pieces, compiled)
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, head_loss, wall)
 
 
