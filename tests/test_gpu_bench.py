@@ -23,4 +23,4 @@ def test_it_measures_a_tiny_model_on_the_cpu_and_names_what_is_missing():
     rows = [line.split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ") and " x " in line]
     measured = [row for row in rows if row[1].strip().replace(".", "").isdigit()]
     assert len(rows) == 14 and len(measured) >= 8, shown.stdout
-    assert all(len(row[1]) > 5 for row in rows), "a figure, or what is missing"
+    assert all(row[1].strip() for row in rows), "a figure, or what is missing"
