@@ -128,6 +128,7 @@ ORDER = [
     "whole_plan_text",
     "planning",
     "finished",
+    "exported",
     "trained",
     "chat",
     "new_recipe",

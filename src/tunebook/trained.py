@@ -1,8 +1,10 @@
 """The model of a finished run, loaded to be used."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from tunebook.exported import exported_folder
 from tunebook.finished import Finished
 from tunebook.world import world_of
 
@@ -17,7 +19,15 @@ class Trained:
 
 
 def load_trained(finished: Finished) -> Trained:
-    """Load the base as it was trained on, and the adapter onto it; the whole model after a full fine-tune."""
+    """Load the base as it was trained on, and the adapter onto it; the whole model after a full fine-tune.
+
+    Of a checkpoint, what the run would have left had it ended there.
+    """
+    with exported_folder(finished) as folder:
+        return _load(finished, folder)
+
+
+def _load(finished: Finished, folder: Path) -> Trained:
     from tunebook.quiet import quiet_libraries
 
     with quiet_libraries():
@@ -28,7 +38,7 @@ def load_trained(finished: Finished) -> Trained:
         from tunebook.model import load_base
         from tunebook.new_tokens import make_room
 
-    recipe, plan, folder = finished.recipe, finished.plan, finished.adapter
+    recipe, plan = finished.recipe, finished.plan
     tokenizer = load_tokenizer(str(folder))
     world = world_of(1, "cuda" if plan.device_type == "cuda" else "cpu")
     with quiet_libraries():
