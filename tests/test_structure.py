@@ -107,6 +107,7 @@ ORDER = [
     "training.progress",
     "training.summary",
     "training.stopping",
+    "training.decoding",
     "training.answers",
     "training.saving",
     "training.ready",
