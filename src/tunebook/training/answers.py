@@ -31,8 +31,9 @@ def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote and the limit are optio
     """Return the model's answer to each of `data.examples`, in order, on every process.
 
     Each process of the world answers its share; the adapter is used as it stands, without sampling and without the
-    base's own generation settings, and an answer ends at `data.stop_token_id` or at the tokenizer's end token. The
-    model is left in the mode it was found in. An answer has `most_tokens` at most. With a vote, StopAgreed is raised on all of them after a signal.
+    base's own generation settings, and an answer ends at `data.stop_token_id`, at the tokenizer's end token or after
+    `most_tokens`. The model is left in the mode it was found in. With a vote, StopAgreed is raised on all of them after
+    a signal.
     """
     examples = data.examples
     stops, room = stop_ids(tokenizer, data.stop_token_id), answer_room(tokenizer, examples, most_tokens)
