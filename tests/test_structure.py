@@ -138,6 +138,7 @@ ORDER = [
     "prompt_files",
     "generate",
     "scores",
+    "figures",
     "evaluate",
     "use_commands",
     "new_recipe",

@@ -48,12 +48,12 @@ class Talk:
 
     def __init__(self, finished: Finished, trained: Trained, max_new_tokens: int) -> None:
         from tunebook.asking import Asking
-        from tunebook.training.decoding import num_positions, stop_ids
+        from tunebook.training.decoding import limits_of, stop_ids
 
         self._finished, self._trained, self._most = finished, trained, max_new_tokens
         self._asking = Asking(trained.tokenizer, trained.prompts)
         self._stops = stop_ids(trained.tokenizer, trained.prompts.stop_token_id)
-        self._positions = num_positions(trained.model.config)
+        self._positions = limits_of(trained.model.config).positions
         self._is_explained = False
         self._reset()
 

@@ -6,15 +6,17 @@ the right ones. On several processes each measures its share of the rows, and th
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import Problem, Refused
+from tunebook.errors import EXIT_FAILED, PEER_ENDED, Problem, Refused, is_peer_gone
+from tunebook.figures import Figures, Measured, show_figures
 from tunebook.finished import Finished, open_finished
 from tunebook.out_files import check_out, write_out
-from tunebook.plan_table import build_console
+from tunebook.places import local_path
+from tunebook.process_group import process_group, refuse_together
 from tunebook.recipe.reading import placed_in
 from tunebook.recipe.schema import DataSection, Recipe
 from tunebook.refusal import exit_refused
@@ -24,6 +26,10 @@ from tunebook.world import World, count_gpus, read_world, world_of
 
 if TYPE_CHECKING:
     from tunebook.data.prepare import HeldOutExample, PreparedData
+
+
+HELD_OUT = "its held-out rows"
+MOST_NATS = 700  # whose exp is still a number
 
 
 @dataclass(frozen=True)
@@ -41,38 +47,12 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What one model does on the rows: nats a label and their exp; None for what needs answers where there are none."""
-
-    loss: float
-    perplexity: float
-    exact_match: float | None
-    rouge_l: float | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The rows, and the figures of both models on them. `num_labels` are the tokens that the loss is over."""
-
-    run: str
-    data: str
-    data_fingerprint: str
-    num_rows: int
-    num_labels: int
-    num_answered: int
-    num_truncated_rows: int
-    num_dropped_rows: int
-    num_bad_rows: int
-    before: Figures | None
-    after: Figures
-
-
-@dataclass(frozen=True)
 class Rows:
     """Prepared rows to measure on, and those of them that are answered."""
 
     prepared: Any
     data: "PreparedData"
+    num_truncated: int
 
 
 def evaluate(run_dir: str, wanted: Evaluation, world: World) -> Measured | None:
@@ -85,38 +65,42 @@ def evaluate(run_dir: str, wanted: Evaluation, world: World) -> Measured | None:
     if wanted.out is not None:
         check_out(wanted.out, finished.folder, [wanted.data] if wanted.data else [])
     rows = find_rows(finished, wanted)
-
-    from tunebook.process_group import process_group
-
     with process_group(world, finished.recipe.ddp_timeout):
         measured = _measure(finished, rows, wanted, world)
-    if not world.is_main:
-        return None
-    if wanted.out is not None:
-        write_out(Path(wanted.out).expanduser(), json.dumps(asdict(measured), indent=2) + "\n")
-    return measured
+    return measured if world.is_main else None
 
 
 def measure_here(run_dir: str, wanted: Evaluation) -> None:
     """Measure a finished run on this process alone, and print the figures."""
     world = world_of(1, "cuda" if count_gpus() else "cpu")
     measured = evaluate(run_dir, wanted, world)
-    assert measured is not None, "a single process is rank 0"
-    build_console().print(render_figures(measured))
+    _give_out(measured, wanted)
 
 
 def measure_as_rank(run_dir: str, wanted: Evaluation) -> None:
     """Measure a finished run as one process of a launch; rank 0 prints the figures. A refusal is said once for all."""
     try:
-        measured = evaluate(run_dir, wanted, read_world())
+        _give_out(evaluate(run_dir, wanted, read_world()), wanted)
     except Refused as refused:
         exit_refused(refused)
+    except RuntimeError as error:
+        if not is_peer_gone(error):
+            raise
+        print(f"failed: {PEER_ENDED}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+
+
+def _give_out(measured: Measured | None, wanted: Evaluation) -> None:
+    """Print the figures on the process that has them, then write them where that is wanted."""
     if measured is not None:
-        build_console().print(render_figures(measured))
+        show_figures(measured)
+        if wanted.out is not None:
+            write_out(local_path(wanted.out), json.dumps(asdict(measured), indent=2) + "\n")
 
 
 def find_rows(finished: Finished, wanted: Evaluation) -> Rows:
     """Return the rows to measure on, labelled as in training. Raises Refused where there are none, or not the run's."""
+    from tunebook.data.chat_prompts import build_prompts
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import tokenizer_of
 
@@ -125,22 +109,27 @@ def find_rows(finished: Finished, wanted: Evaluation) -> Rows:
     if wanted.data is None:
         with placed_in(recipe):
             data = prepare_data(recipe, tokenizer)
-        check_same_rows(finished, data)
+            template = build_prompts(tokenizer, recipe.data.template).source
+        check_same_rows(finished, data, template)
         prepared = data.evaluation
     else:
         data = _prepare_other(recipe, wanted.data, tokenizer)
         prepared = data.train
     examples = find_examples(prepared, tokenizer, data.stop_token_id, wanted.answer_rows)
-    return Rows(prepared, replace(data, examples=examples))
+    # An answer that is there and does not end with the token that ends it was cut.
+    cut = sum(row["prompt_length"] > 0 and row["input_ids"][-1] != data.stop_token_id for row in prepared)
+    return Rows(prepared, replace(data, examples=examples), cut)
 
 
-def check_same_rows(finished: Finished, data: "PreparedData") -> None:
-    """Raise Refused where the run held no rows out, or where its data has changed: some might have been trained."""
+def check_same_rows(finished: Finished, data: "PreparedData", template: str) -> None:
+    """Raise Refused where the run held no rows out, or where its data has changed: some might have been trained.
+
+    Under a template that writes the date the fingerprint changes by the day, and tells nothing of the rows.
+    """
     other = "Name rows: --data FILE"
     if data.evaluation is None:
         raise Refused(Problem("the run held no rows out (data.validation)", other, str(finished.folder)))
-    writes_date = any("writes today's date" in note for note in data.notes)
-    if data.data_fingerprint != finished.summary.get("data_fingerprint") and not writes_date:
+    if data.data_fingerprint != finished.summary.get("data_fingerprint") and "strftime_now" not in template:
         message = "the data is not what the run was trained on, so which rows it held out is not known"
         raise Refused(Problem(message, other, str(finished.folder)))
 
@@ -189,7 +178,8 @@ def find_examples(prepared: Any, tokenizer: Any, stop_token_id: int, most: int |
 
 
 def _measure(finished: Finished, rows: Rows, wanted: Evaluation, world: World) -> Measured:
-    trained = load_trained(finished, world)
+    with refuse_together():
+        trained = load_trained(finished, world)
     before = None
     if wanted.before:
         with before_training(trained, finished, world) as base:
@@ -197,14 +187,14 @@ def _measure(finished: Finished, rows: Rows, wanted: Evaluation, world: World) -
     after, num_labels = _figures(trained.model, trained, finished, rows, wanted, world)
     return Measured(
         run=str(finished.folder),
-        data=wanted.data or "held-out rows of the run",
+        data=wanted.data or HELD_OUT,
         data_fingerprint=rows.data.data_fingerprint,
         num_rows=len(rows.prepared),
         num_labels=num_labels,
         num_answered=len(rows.data.examples),
-        num_truncated_rows=rows.data.num_truncated_rows,
-        num_dropped_rows=rows.data.num_dropped_rows,
-        num_bad_rows=rows.data.num_bad_rows,
+        num_truncated_rows=rows.num_truncated,
+        num_dropped_rows=rows.data.num_dropped_rows if wanted.data else 0,
+        num_bad_rows=rows.data.num_bad_rows if wanted.data else 0,
         before=before,
         after=after,
     )
@@ -223,7 +213,9 @@ def _figures(  # noqa: PLR0913, PLR0917 - a model of a run, on rows, as wanted, 
         answers = greedy_answers(model, trained.tokenizer, rows.data, world, dtype, most_tokens=most)
         exact = num_exact_matches(examples, answers) / len(examples)
         rouge = mean_rouge_l([example.answer for example in examples], answers)
-    return Figures(loss, math.exp(loss) if loss < 700 else math.inf, exact, rouge), num_labels
+    is_number = math.isfinite(loss)  # else the model is broken, and JSON has no word for it
+    perplexity = math.exp(loss) if is_number and loss < MOST_NATS else None
+    return Figures(loss if is_number else None, perplexity, exact, rouge), num_labels
 
 
 def token_loss(model: Any, finished: Finished, prepared: Any, world: World) -> tuple[float, int]:
@@ -249,29 +241,6 @@ def token_loss(model: Any, finished: Finished, prepared: Any, world: World) -> t
             total += float(summed_token_loss(bare_model(**inputs, use_cache=False).logits, labels))
     loss, of_all = sum_over_processes([total, num_labels], world.device)
     return loss / max(of_all, 1), int(of_all)
-
-
-def render_figures(measured: Measured) -> Any:
-    """Return a table of the figures of both models, and of how the second differs."""
-    from rich.table import Table
-
-    table = Table("", box=None, pad_edge=False)
-    table.title = _title(measured)
-    table.title_justify = "left"
-    for name in (*(["before"] if measured.before else []), "after"):
-        table.add_column(name, justify="right")
-    for name in ("loss", "perplexity", "exact_match", "rouge_l"):
-        columns = [getattr(one, name) for one in (measured.before, measured.after) if one is not None]
-        if None not in columns:
-            shown = "{:.1%}" if name == "exact_match" else "{:.4f}"
-            label = {"exact_match": "exact match", "rouge_l": "ROUGE-L"}.get(name, name)
-            table.add_row(label, *(shown.format(value) for value in columns))
-    return table
-
-
-def _title(measured: Measured) -> str:
-    rows = f"{measured.data}: {measured.num_rows:,} rows, {measured.num_labels:,} labels"
-    return f"{rows}, {measured.num_answered:,} answered"
 
 
 def as_words(run: str, wanted: Evaluation) -> Sequence[str]:

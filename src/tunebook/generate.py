@@ -56,9 +56,9 @@ def find_prompt_ids(finished: Finished, placed: Sequence[PlacedPrompt], path: st
     """Return the ids of each prompt. Raises Refused with those that the model can't be shown or that it can't read."""
     from tunebook.asking import Asking
     from tunebook.model import load_architecture
-    from tunebook.training.decoding import num_positions
+    from tunebook.training.decoding import limits_of
 
-    positions = num_positions(load_architecture(finished.recipe))
+    positions = limits_of(load_architecture(finished.recipe)).positions
     found = Asking(*load_prompts(finished)).prompt_ids([one.asked for one in placed])
     ids, problems = [], []
     for prompt, one in zip(found, placed, strict=True):
@@ -84,7 +84,7 @@ def write_answers(
         SeededSampling,
         answering,
         batches_by_length,
-        num_positions,
+        limits_of,
         stop_ids,
         write_batch,
     )
@@ -94,8 +94,8 @@ def write_answers(
     answers: list[tuple[dict[str, str], int]] = [({}, 0)] * len(prompts)
     report = _Progress(len(prompts))
     with answering(trained.model, getattr(torch, finished.plan.compute_dtype)) as model:
-        positions = num_positions(model.config)
-        for places, room in batches_by_length(prompts, drawing.batch_size, drawing.max_new_tokens, positions):
+        limits = limits_of(model.config)
+        for places, room in batches_by_length(prompts, drawing.batch_size, drawing.max_new_tokens, limits):
             seeds = [_row_seed(drawing.seed, place) for place in places]
             sampling = SeededSampling(drawing.temperature, seeds) if drawing.temperature else None
             asked = [prompts[place] for place in places]

@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from tunebook.places import check_data_path, list_data_files, local_path
 from tunebook.recipe.schema import DataSource
 
 SHOWN_BAD_ROWS = 5
+SHOWN_ROWS = 100
+SHOWN_COLUMNS = 20
 
 
 class PlacedPrompt(NamedTuple):
@@ -113,11 +116,22 @@ def _open(
         way = DataSource.model_validate({"path": path, "format": section.format, "columns": section.columns})
         with suppress(Refused):
             return open_part(_Unanswered(FileSource(files, way)), number)
+    own = FileSource(files, DataSource.model_validate({"path": path}))
     try:
-        return open_part(_Unanswered(FileSource(files, DataSource.model_validate({"path": path}))), number)
+        return open_part(_Unanswered(own), number)
     except Refused as refused:
-        problems = [replace(problem, key="", where=problem.where or "--prompts") for problem in refused.problems]
+        problems = [_explain(problem, own, number) for problem in refused.problems]
         raise Refused(problems) from refused
+
+
+def _explain(problem: Problem, source: FileSource, part: int) -> Problem:
+    """Return a problem without the keys of a recipe, and with the columns that are there where none of them is ours."""
+    if not problem.key.endswith(".format"):
+        return replace(problem, key="", where=problem.where or "--prompts")
+    rows = (record.value for record in islice(source.records(part), SHOWN_ROWS))
+    columns = dict.fromkeys(str(column) for row in rows if isinstance(row, Mapping) for column in row)
+    message = f"columns {', '.join(list(columns)[:SHOWN_COLUMNS]) or '(none)'} found"
+    return Problem(message, "A prompt stands in one of: instruction, prompt, messages, conversations", problem.where)
 
 
 @dataclass(frozen=True)

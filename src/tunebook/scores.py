@@ -1,18 +1,19 @@
 """How near answers are to the right ones: the same word for word, and ROUGE-L."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from tunebook.errors import Problem, Refused
 
-# Words of letters, marks and digits; signs of scripts that write no blanks between words count one by one.
+# Scripts that write no blanks between words: each of their signs counts as one.
 _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
     "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and Han
     "\U00020000-\U0003ffff"
 )
-_WORDS = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+_IS_UNSPACED = re.compile(f"[{_UNSPACED}]").match
 
 
 def check_scorer() -> None:
@@ -30,7 +31,13 @@ class Words:
 
     def tokenize(self, text: str) -> list[str]:
         """Return the words of a text in order."""
-        return _WORDS.findall(text.lower())
+        pieces = ((f" {sign} " if _IS_UNSPACED(sign) else sign if _is_of_word(sign) else " ") for sign in text.lower())
+        return "".join(pieces).split()
+
+
+def _is_of_word(sign: str) -> bool:
+    """Whether a character is a letter, a mark (a vowel of Hindi, an accent) or a digit."""
+    return unicodedata.category(sign)[0] in "LMN"
 
 
 def mean_rouge_l(right: Sequence[str], answers: Sequence[str]) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from tunebook.data.prepare import HeldOutExample, PreparedData
 from tunebook.training.collectives import gather_shares
-from tunebook.training.decoding import answering, batches_by_length, num_positions, stop_ids, write_batch
+from tunebook.training.decoding import answering, batches_by_length, limits_of, stop_ids, write_batch
 from tunebook.training.stopping import StopVote
 from tunebook.world import World
 
@@ -42,9 +42,7 @@ def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote and the limit are optio
     prompts = [example.prompt_ids for example in share]
     answers = [""] * len(share)
     with answering(model, getattr(torch, compute_dtype)) as bare_model:
-        for places, max_new_tokens in batches_by_length(
-            prompts, ANSWER_BATCH_SIZE, room, num_positions(bare_model.config)
-        ):
+        for places, max_new_tokens in batches_by_length(prompts, ANSWER_BATCH_SIZE, room, limits_of(bare_model.config)):
             if vote is not None and vote.is_asked and not world.shards:
                 break
             asked = [prompts[place] for place in places]

@@ -11,6 +11,17 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from tunebook.quiet import quiet_libraries
 
 
+class Limits(NamedTuple):
+    """What a model's positions allow: `positions` are those it reads at most, None where its config tells nothing.
+
+    Past `alone_from` a row is answered alone: long-rope turns all rows of a batch by other frequencies there
+    (transformers, modeling_rope_utils.dynamic_rope_update).
+    """
+
+    positions: int | None = None
+    alone_from: int | None = None
+
+
 class Batch(NamedTuple):
     """Which prompts are answered together, by their places, and how many tokens each of their answers may have."""
 
@@ -30,26 +41,34 @@ def stop_ids(tokenizer: Any, stop_token_id: int) -> list[int]:
     return sorted({stop_token_id, tokenizer.eos_token_id} - {None})
 
 
-def num_positions(model_config: Any) -> int | None:
-    """Return how many tokens a model reads at most, as its transformers config tells; None where it tells nothing."""
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
+def limits_of(model_config: Any) -> Limits:
+    """Return the limits of a model by its transformers config."""
+    config = model_config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_long = rope.get("rope_type") == "longrope"
+    original = rope.get("original_max_position_embeddings") if is_long else None
+    return Limits(positions if isinstance(positions, int) and positions > 0 else None, original)
 
 
 def batches_by_length(
-    prompts: Sequence[Sequence[int]], batch_size: int, max_new_tokens: int, positions: int | None = None
+    prompts: Sequence[Sequence[int]], batch_size: int, max_new_tokens: int, limits: Limits
 ) -> Iterator[Batch]:
     """Yield batches of prompts of like length, the shortest first.
 
     A prompt near the end of the model's positions shares a batch only with those that have the same room left, so that
-    what an answer may have depends on its own prompt alone. Every prompt must be shorter than `positions`.
+    what an answer may have depends on its own prompt alone. Every prompt must be shorter than `limits.positions`.
     """
-    left = [max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids)) for ids in prompts]
-    by_length = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    for room, group in groupby(by_length, key=left.__getitem__):
-        places = list(group)
-        for start in range(0, len(places), batch_size):
-            yield Batch(places[start : start + batch_size], room)
+    positions, alone_from = limits
+    lengths = [len(ids) for ids in prompts]
+    rooms = [max_new_tokens if positions is None else min(max_new_tokens, positions - length) for length in lengths]
+    ends = [length + room for length, room in zip(lengths, rooms, strict=True)]
+    is_alone = [alone_from is not None and end > alone_from for end in ends]
+    by_length = sorted(range(len(prompts)), key=lengths.__getitem__)
+    for (room, alone), group in groupby(by_length, key=lambda place: (rooms[place], is_alone[place])):
+        places, size = list(group), 1 if alone else batch_size
+        for start in range(0, len(places), size):
+            yield Batch(places[start : start + size], room)
 
 
 def write_batch(  # noqa: PLR0913, PLR0917 - how it is drawn and where it is shown are optional
