@@ -114,7 +114,7 @@ def test_the_stops_are_those_of_the_turn_and_of_the_tokenizer():
 class Bytes:
     """A tokenizer whose ids are bytes, as parts of characters are to byte-level ones."""
 
-    def decode(self, ids):
+    def decode(self, ids, clean_up_tokenization_spaces):
         return bytes(ids).decode("utf-8", errors="replace")
 
 

@@ -61,7 +61,8 @@ def evaluate(run_dir: str, wanted: Evaluation, world: World) -> Measured | None:
     Raises Refused before weights load where the run, the rows or `out` can't be used.
     """
     finished = open_finished(run_dir)
-    check_scorer()
+    if wanted.answer_rows != 0:
+        check_scorer()
     if wanted.out is not None:
         check_out(wanted.out, finished.folder, [wanted.data] if wanted.data else [])
     rows = find_rows(finished, wanted)
@@ -186,7 +187,7 @@ def _measure(finished: Finished, rows: Rows, wanted: Evaluation, world: World) -
             before, _ = _figures(base, trained, finished, rows, wanted, world)
     after, num_labels = _figures(trained.model, trained, finished, rows, wanted, world)
     return Measured(
-        run=str(finished.folder),
+        run=str(finished.folder if finished.checkpoint is None else finished.checkpoint.folder),
         data=wanted.data or HELD_OUT,
         data_fingerprint=rows.data.data_fingerprint,
         num_rows=len(rows.prepared),

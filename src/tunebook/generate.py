@@ -101,7 +101,7 @@ def write_answers(
             asked = [prompts[place] for place in places]
             for place, written in zip(places, write_batch(model, tokenizer, asked, stops, room, sampling), strict=True):
                 reason = "stop" if written.is_whole else "length"
-                text = tokenizer.decode(written.ids)
+                text = tokenizer.decode(written.ids, clean_up_tokenization_spaces=False)
                 answers[place] = ({"answer": text, "finish_reason": reason}, len(written.ids))
             report.count(len(places))
     return answers

@@ -25,7 +25,8 @@ class ShownAnswer(BaseStreamer):  # type: ignore[misc]
     @property
     def text(self) -> str:
         """The answer so far."""
-        return str(self._tokenizer.decode(self.ids))
+        # Llama 3's tokenizer would else take blanks before full stops away again, once they are shown.
+        return str(self._tokenizer.decode(self.ids, clean_up_tokenization_spaces=False))
 
     def put(self, value: Any) -> None:
         """Take the prompt, which comes first and is not shown, or the next tokens."""

@@ -21,8 +21,13 @@ def _ending_quietly() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        drop_output()
         raise typer.Exit(1) from None
+
+
+def drop_output() -> None:
+    """Send what is left of the output nowhere, else the interpreter's last flush fails with a trace."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @commands.command(help="Talk with the model of a finished run; /help lists what else can be typed.")
