@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from tunebook.streaming import ShownAnswer, without_controls
 from tunebook.training.decoding import (
@@ -109,6 +109,9 @@ def test_rows_past_the_first_positions_of_long_rope_are_alone():
 
 def test_the_stops_are_those_of_the_turn_and_of_the_tokenizer():
     assert stop_ids(Tokens, 7) == [7, 12]
+    assert stop_ids(Tokens, 7, GenerationConfig(eos_token_id=[12, 20])) == [7, 12, 20]
+    assert stop_ids(Tokens, 7, GenerationConfig(eos_token_id=5)) == [5, 7, 12]
+    assert stop_ids(Tokens, 7, GenerationConfig()) == [7, 12]
 
 
 class Bytes:

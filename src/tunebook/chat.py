@@ -52,7 +52,8 @@ class Talk:
 
         self._finished, self._trained, self._most = finished, trained, max_new_tokens
         self._asking = Asking(trained.tokenizer, trained.prompts)
-        self._stops = stop_ids(trained.tokenizer, trained.prompts.stop_token_id)
+        stop, settings = trained.prompts.stop_token_id, trained.model.generation_config
+        self._stops = stop_ids(trained.tokenizer, stop, settings)
         self._positions = limits_of(trained.model.config).positions
         self._is_explained = False
         self._reset()

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tunebook.batch_arithmetic import counted
 from tunebook.plan_table import build_console
 
 SHOWN = {"loss": "{:.4f}", "perplexity": "{:.4f}", "exact_match": "{:.1%}", "rouge_l": "{:.4f}"}
@@ -54,7 +55,8 @@ def show_figures(measured: Measured) -> None:
 
 
 def _describe(measured: Measured) -> str:
-    parts = [f"{measured.num_rows:,} rows", f"{measured.num_labels:,} labels", f"{measured.num_answered:,} answered"]
+    parts = [counted(measured.num_rows, "row"), counted(measured.num_labels, "label")]
+    parts.append(f"{measured.num_answered:,} answered")
     for number, what in (
         (measured.num_truncated_rows, "cut at data.max_length, and not answered"),
         (measured.num_dropped_rows, "left out for their length"),

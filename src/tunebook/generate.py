@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunebook.batch_arithmetic import counted
 from tunebook.data.conversation import Fault
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished, open_finished
@@ -49,7 +50,7 @@ def generate(run_dir: str, prompts: str, out: str, drawing: Drawing) -> None:
     write_out(path, "".join(f"{line}\n" for line in lines))
     cut = sum(answer["finish_reason"] == "length" for answer, _ in answers)
     note = f", {cut} of them cut at the limit" if cut else ""
-    print(f"{len(lines)} answers{note}: {path}")
+    print(f"{counted(len(lines), 'answer')}{note}: {path}")
 
 
 def find_prompt_ids(finished: Finished, placed: Sequence[PlacedPrompt], path: str) -> list[list[int]]:
@@ -90,7 +91,8 @@ def write_answers(
     )
 
     trained = load_trained(finished)
-    tokenizer, stops = trained.tokenizer, stop_ids(trained.tokenizer, trained.prompts.stop_token_id)
+    tokenizer, settings = trained.tokenizer, trained.model.generation_config
+    stops = stop_ids(tokenizer, trained.prompts.stop_token_id, settings)
     answers: list[tuple[dict[str, str], int]] = [({}, 0)] * len(prompts)
     report = _Progress(len(prompts))
     with answering(trained.model, getattr(torch, finished.plan.compute_dtype)) as model:

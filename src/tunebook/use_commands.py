@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tunebook.errors import EXIT_FAILED
+
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 commands = typer.Typer()
 RunArgument = Annotated[str, typer.Argument(help="The run folder, for example runs/tiny_qlora.")]
@@ -15,11 +17,16 @@ RunArgument = Annotated[str, typer.Argument(help="The run folder, for example ru
 
 @contextmanager
 def _ending_quietly() -> Iterator[None]:
-    """End without a trace where Ctrl-C asks for it, or where nobody reads the output any more."""
+    """End without a trace where Ctrl-C asks for it, memory is full, or nobody reads the output any more."""
     try:
         yield
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; it is not imported for the question
+            raise
+        print(f"failed: {str(error).split('. ', maxsplit=1)[0]}. Fewer rows at once need less", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED) from None
     except BrokenPipeError:
         drop_output()
         raise typer.Exit(1) from None

@@ -36,9 +36,14 @@ class Written(NamedTuple):
     is_whole: bool
 
 
-def stop_ids(tokenizer: Any, stop_token_id: int) -> list[int]:
-    """Return the ids that end an answer: the token that ends a turn, and the tokenizer's end token."""
-    return sorted({stop_token_id, tokenizer.eos_token_id} - {None})
+def stop_ids(tokenizer: Any, stop_token_id: int, settings: GenerationConfig | None = None) -> list[int]:
+    """Return the ids that end an answer: the token that ends a turn, and the tokenizer's end token.
+
+    Those of the base's own generation settings, where they are given, are among the exported ones, too.
+    """
+    given = settings.eos_token_id if settings is not None else None
+    more = given if isinstance(given, list) else [given]
+    return sorted({stop_token_id, tokenizer.eos_token_id, *more} - {None})
 
 
 def limits_of(model_config: Any) -> Limits:
