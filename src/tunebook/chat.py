@@ -13,6 +13,7 @@ from tunebook.plan_table import build_console
 from tunebook.trained import Trained, before_training, load_trained
 
 MAX_NEW_TOKENS = 512
+MARK = "> "
 HELP = """\
 /base    the base model's answer to the last question, beside the trained model's
 /reset   forget the conversation
@@ -184,7 +185,9 @@ def typed_lines() -> Iterator[str]:
         import readline  # noqa: F401 - input() edits lines once it is imported
     while True:
         try:
-            yield input("> ")
+            if not sys.stdout.isatty():  # which is for the answers
+                print(MARK, end="", file=sys.stderr, flush=True)
+            yield input(MARK if sys.stdout.isatty() else "")
         except EOFError:
             print(file=sys.stderr)
             return

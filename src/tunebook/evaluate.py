@@ -181,11 +181,13 @@ def find_examples(prepared: Any, tokenizer: Any, stop_token_id: int, most: int |
 def _measure(finished: Finished, rows: Rows, wanted: Evaluation, world: World) -> Measured:
     with refuse_together():
         trained = load_trained(finished, world)
+    after, num_labels = _figures(trained.model, trained, finished, rows, wanted, world)
     before = None
     if wanted.before:
+        if finished.recipe.lora is None:
+            trained = replace(trained, model=None)  # one whole model at a time
         with before_training(trained, finished, world) as base:
             before, _ = _figures(base, trained, finished, rows, wanted, world)
-    after, num_labels = _figures(trained.model, trained, finished, rows, wanted, world)
     return Measured(
         run=str(finished.folder if finished.checkpoint is None else finished.checkpoint.folder),
         data=wanted.data or HELD_OUT,
