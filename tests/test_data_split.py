@@ -32,7 +32,7 @@ def split(tmp_path, ordinals, num_held_out, seed=0, num_first=3):
 def ordinals_of(path):
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
         table = reader.read_all()
-    assert table.column_names == ["input_ids", "labels", "length"]
+    assert table.column_names == ["input_ids", "labels", "length", "prompt_length"]
     for row in table.to_pylist():
         assert row["labels"] == [IGNORED, IGNORED, *row["input_ids"][2:]]
     return [ids[2] - 1000 for ids in table.column("input_ids").to_pylist()]

@@ -33,16 +33,27 @@ def write_adapter(  # noqa: PLR0913, PLR0917 - the tensors only where the model 
     equal from run to run for equal weights. Returns notes for the user, such as that the adapter names its base by a
     local path.
     """
-    with folder_to_fill(folder) as beside:
-        with quiet_libraries():
-            if recipe.lora is None:
-                model.save_pretrained(beside)
-                notes: tuple[str, ...] = ()
-            else:
-                _write_tensors(exported_tensors(model) if tensors is None else tensors, beside)
-                notes = _write_adapter_config(model, tokenizer, recipe, beside)
-            tokenizer.save_pretrained(beside)
-        _write_generation_config(model, tokenizer, stop_token_id, beside)
+    with folder_to_fill(folder) as beside, quiet_libraries():
+        if recipe.lora is not None:
+            tensors = exported_tensors(model) if tensors is None else tensors
+            return fill_adapter_folder(model, tokenizer, recipe, beside, stop_token_id, tensors)
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        write_generation_config(model.generation_config, tokenizer, stop_token_id, beside)
+    return ()
+
+
+def fill_adapter_folder(  # noqa: PLR0913, PLR0917 - what an adapter is made of
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, stop_token_id: int, tensors: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Fill an empty folder with an adapter's tensors and all that goes with them; `model` needs no weights.
+
+    Returns notes for the user.
+    """
+    _write_tensors(tensors, folder)
+    notes = _write_adapter_config(model, tokenizer, recipe, folder)
+    tokenizer.save_pretrained(folder)
+    write_generation_config(model.generation_config, tokenizer, stop_token_id, folder)
     return notes
 
 
@@ -120,13 +131,12 @@ def _public_base(model: Any, recipe: Recipe) -> tuple[str, str | None, tuple[str
     return named.name_or_path, None, (note,)
 
 
-def _write_generation_config(model: Any, tokenizer: Any, stop_token_id: int, folder: Path) -> None:
-    """Write the base's generation settings with the token that ends an answer among those that stop it.
+def write_generation_config(base: Any, tokenizer: Any, stop_token_id: int, folder: Path) -> None:
+    """Write a base's GenerationConfig with the token that ends an answer among those that stop it.
 
     They are written as plain JSON: transformers refuses to save some settings that published models have.
     """
-    settings = model.generation_config.to_diff_dict()
-    written = {name: value for name, value in settings.items() if not name.startswith("_")}
+    written = {name: value for name, value in base.to_diff_dict().items() if not name.startswith("_")}
     stops = written.get("eos_token_id", tokenizer.eos_token_id)
     stops = {stop_token_id, *(stops if isinstance(stops, list) else [stops] if stops is not None else [])}
     written["eos_token_id"] = [stop_token_id, *sorted(stops - {stop_token_id})]

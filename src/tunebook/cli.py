@@ -12,9 +12,11 @@ from tunebook.errors import EXIT_REFUSED, Problem, Refused
 from tunebook.launch_files import Kind, check_job, render_launch_file
 from tunebook.planning import plan_without_data, prepare_ahead
 from tunebook.recipe.reading import load_recipe, placed_in
+from tunebook.use_commands import commands as use_commands
 from tunebook.world import count_gpus, world_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.add_typer(use_commands)
 
 
 @app.callback(help="Fine-tuning recipes that keep their promises.")
@@ -74,14 +76,6 @@ def prepare(
     accepted = load_recipe(recipe, tuple(overrides or ()))
     with placed_in(accepted):
         prepare_ahead(accepted)
-
-
-@app.command(help="Ask the model of a finished run; each line is a question of its own.")
-def chat(run: Annotated[str, typer.Argument(help="The run folder, for example runs/tiny_qlora.")]) -> None:
-    """Answer the lines of standard input."""
-    from tunebook.chat import chat as answer
-
-    answer(run, sys.stdin)
 
 
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")

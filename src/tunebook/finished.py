@@ -1,10 +1,12 @@
-"""A run that came to its end, as everything that uses it afterwards finds it in its folder."""
+"""What came out of a run, as everything that uses it afterwards finds it: its end, or one of its checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tunebook.checkpoints import Checkpoint, NotWhole, check_whole, list_checkpoints
 from tunebook.errors import Problem, Refused
 from tunebook.plan import Plan
 from tunebook.planning import plan_without_data
@@ -16,31 +18,92 @@ from tunebook.world import count_gpus, world_of
 
 @dataclass(frozen=True)
 class Finished:
-    """A completed run: its folder, its recipe as it was run, what it measured, and its plan for one process here."""
+    """A run and which of its weights are meant: those of its end, or of a checkpoint, whatever became of the run.
+
+    `folder` is the run folder, `recipe` the recipe as it was run, `summary` what run_summary.json says of the whole
+    run: its figures are those of the end, also where a checkpoint is meant.
+    """
 
     folder: Path
     recipe: Recipe
     summary: Mapping[str, Any]
-    plan: Plan
+    planned: Plan | None = None
+    checkpoint: Checkpoint | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Its plan for one process here. Raises Refused where the model cannot be computed as it was trained."""
+        world = world_of(1, "cuda" if count_gpus() else "cpu")
+        return self.planned or plan_without_data(self.recipe, world, str(self.folder))
 
     @property
     def adapter(self) -> Path:
-        """The folder of what came out: the adapter, or the whole model after a full fine-tune."""
+        """The folder of what came out at the end: the adapter, or the whole model after a full fine-tune.
+
+        A checkpoint has no such folder; `tunebook.exported.exported_folder` makes one.
+        """
+        assert self.checkpoint is None, "a checkpoint is exported first"
         return self.folder / "adapter"
+
+    @property
+    def source(self) -> Path:
+        """The folder that holds the weights: the adapter folder, or that of the checkpoint."""
+        return self.adapter if self.checkpoint is None else self.checkpoint.folder
 
 
 def open_finished(run_dir: str) -> Finished:
-    """Return the finished run in a folder. Raises Refused where there is none, or one that did not come to its end."""
-    folder = Path(run_dir)
-    summary = read_summary(folder)
+    """Return the finished run in a folder, or a checkpoint of any run, as in `runs/x/checkpoints/checkpoint-4`.
+
+    Neither the data nor the base has to be there any more. Raises Refused where there is no run, where it did not come
+    to its end and no checkpoint of it is named, and where the checkpoint is not as it was saved.
+    """
+    place = Path(run_dir).expanduser()
+    checkpoint = None
+    if not (place / "run_summary.json").is_file() and _is_checkpoint(place):
+        checkpoint, place = _open_checkpoint(place), _run_of(place)
+    summary = read_summary(place)
     if summary is None:
-        fix = "Name a run folder, such as runs/tiny_qlora"
-        raise Refused(Problem("no run_summary.json there", fix, run_dir))
-    if summary.get("status") != "completed":
-        raise Refused(Problem(f"the run is {summary.get('status')}, and left no adapter", where=run_dir))
-    recipes = sorted(folder.glob("*.yaml"))
+        raise Refused(Problem("no run_summary.json there, so it is no run", _run_fix(place), run_dir))
+    if checkpoint is None and summary.get("status") != "completed":
+        message = f"the run is {summary.get('status')}, and left no adapter"
+        raise Refused(Problem(message, _checkpoint_fix(place), run_dir))
+    recipes = sorted(place.glob("*.yaml"))
     if len(recipes) != 1:
-        raise Refused(Problem(f"{len(recipes)} recipes are there, and a run has one", where=run_dir))
-    recipe = load_recipe(str(recipes[0]))
-    world = world_of(1, "cuda" if count_gpus() else "cpu")
-    return Finished(folder, recipe, summary, plan_without_data(recipe, world, run_dir))
+        raise Refused(Problem(f"{len(recipes)} recipes are there, and a run has one", where=str(place)))
+    recipe = load_recipe(str(recipes[0]), check_places=False)
+    finished = Finished(place, recipe, summary, checkpoint=checkpoint)
+    if not any(finished.source.glob("*.safetensors")):
+        raise Refused(Problem("holds no weights", _checkpoint_fix(place), str(finished.source)))
+    return finished
+
+
+def _is_checkpoint(place: Path) -> bool:
+    return place.absolute() in list_checkpoints(place.absolute().parent)
+
+
+def _open_checkpoint(place: Path) -> Checkpoint:
+    try:
+        return check_whole(place)
+    except NotWhole as reason:
+        fix = "It was changed after it was saved, or only in part; name another checkpoint"
+        raise Refused(Problem(f"is no whole checkpoint: {reason}", fix, str(place))) from reason
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Return the run folder of a checkpoint, by the path that was given where it holds the run folder's name."""
+    named = checkpoint.parent.parent
+    return named if named.name else checkpoint.absolute().parent.parent
+
+
+def _run_fix(place: Path) -> str:
+    """Return what to name instead of a folder that is no run: the run that it belongs to, where there is one."""
+    above = [folder for folder in place.absolute().parents if read_summary(folder) is not None]
+    example = f"{place}, which is in {above[0]}: name that" if above else "Name a run folder, such as runs/tiny_qlora"
+    return f"This is {example}" if above else example
+
+
+def _checkpoint_fix(place: Path) -> str:
+    """Return what can be done with a run that left no adapter."""
+    again = "Run its command again to bring it to its end"
+    checkpoints = list_checkpoints(place / "checkpoints")
+    return f"{again}, or name a checkpoint, such as {checkpoints[-1]}" if checkpoints else again

@@ -39,30 +39,38 @@ def find_script() -> Path:
 def launch(script: Path, arguments: Sequence[str], num_processes: int) -> int:
     """Run `script` on `num_processes` processes of this machine and return the exit code they ended with.
 
+    Raises Refused for a missing script or fewer than one process.
+    """
+    if num_processes >= 1 and not script.is_file():
+        raise Refused(Problem("no such file", "Name the script to run", where=str(script)))
+    return launch_words((str(script), *arguments), num_processes)
+
+
+def launch_words(words: Sequence[str], num_processes: int) -> int:
+    """Run python with `words` on `num_processes` processes of this machine and return the exit code they ended with.
+
     The ranks inherit stdin, stdout and stderr as they are. Nothing of torch's agent is printed. The code is that of
     the rank that failed first, not of those that were then ended; 1 for a rank killed by a signal, which is named on
     stderr. SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are forwarded once to each rank, which has
     `SHUTDOWN_SECONDS` (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to end; the code is then theirs, or 128 + signal where they
     had none. No rank outlives this call. A single process sees one GPU, the first of the visible ones.
 
-    Several processes get OMP_NUM_THREADS=1 unless it is set, as under torchrun. Raises Refused for a missing script or
-    fewer than one process.
+    Several processes get OMP_NUM_THREADS=1 unless it is set, as under torchrun. Raises Refused for fewer than one
+    process.
     """
     if num_processes < 1:
         raise Refused(Problem(f"at least 1 process runs, got {num_processes}", where="--num-processes"))
-    if not script.is_file():
-        raise Refused(Problem("no such file", "Name the script to run", where=str(script)))
     try:
         with _launcher_environment(num_processes), _signal_handlers_restored(), _quiet_agent():
-            return _run_agent(script, arguments, num_processes)
+            return _run_agent(words, num_processes)
     except KeyboardInterrupt:  # before the agent has taken the signals over
         return 128 + signal.SIGINT
 
 
-def _run_agent(script: Path, arguments: Sequence[str], num_processes: int) -> int:
+def _run_agent(words: Sequence[str], num_processes: int) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    agent, rendezvous = _build_agent(script, arguments, num_processes)
+    agent, rendezvous = _build_agent(words, num_processes)
     try:
         result = agent.run()
         return _code_of_first_failure(result.failures) if result.is_failed() else EXIT_DONE
@@ -75,7 +83,7 @@ def _run_agent(script: Path, arguments: Sequence[str], num_processes: int) -> in
         rendezvous.shutdown()
 
 
-def _build_agent(script: Path, arguments: Sequence[str], num_processes: int) -> tuple[Any, Any]:
+def _build_agent(words: Sequence[str], num_processes: int) -> tuple[Any, Any]:
     """Return the agent for one machine, on a free port, and its rendezvous."""
     import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -93,7 +101,6 @@ def _build_agent(script: Path, arguments: Sequence[str], num_processes: int) -> 
             local_addr="localhost",
         )
     )
-    words = (str(script), *arguments)
     spec = WorkerSpec(
         role="default",
         local_world_size=num_processes,

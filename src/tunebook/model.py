@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from tunebook.attention import find_position_problems
 from tunebook.errors import Problem, Refused
@@ -112,6 +112,28 @@ def build_hollow(recipe: Recipe, architecture: Any) -> Any:
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(architecture), attn_implementation=recipe.model.attn_implementation
         )
+
+
+def build_outline(recipe: Recipe, tokenizer: Any) -> Any:
+    """Return the model of a run on the meta device: with its adapter and all that is saved of it but weights.
+
+    For starts that change the base (`changes_base`) the base's own weights are needed: `build_model`.
+    """
+    from peft import get_peft_model
+
+    assert recipe.lora is not None and not changes_base(recipe.lora)
+    with quiet_libraries():
+        hollow = build_hollow(recipe, load_architecture(recipe))
+        # As from_pretrained does: a model without a file of these settings has those of its config.
+        with contextlib.suppress(OSError):
+            hollow.generation_config = GenerationConfig.from_pretrained(_source(recipe), revision=_revision(recipe))
+        if recipe.model.add_special_tokens:
+            make_room(hollow, tokenizer)
+        lora = _with_new_tokens(hollow, recipe, tokenizer)
+        # Nothing is drawn: some starts are made from the base's weights, and trained ones take the place of all.
+        model = get_peft_model(hollow, _lora_config({**lora, "init_lora_weights": False}), low_cpu_mem_usage=True)
+        model.peft_config["default"].init_lora_weights = lora.get("init_lora_weights", True)
+    return model
 
 
 def keep_4bit_weights(model: Any) -> None:

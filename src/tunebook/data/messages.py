@@ -76,6 +76,21 @@ def find_kind(value: Any) -> str | None:
     return next((form for form, names in _NAMES.items() if names.role in first), None)
 
 
+def ended_by_answer(value: Any, answer: str) -> Any:
+    """Return a list of turns, or of its JSON text, that ends with the assistant's `answer`.
+
+    It takes the place of an answer at the end; what is no list of turns comes back as it is.
+    """
+    kind = find_kind(value)
+    if kind is None:
+        return value
+    names, turns = _NAMES[kind], list(_decoded(value, ""))
+    role = turns[-1].get(names.role) if isinstance(turns[-1], Mapping) else None
+    is_answered = isinstance(role, str) and names.roles.get(role) in ("assistant", "call")
+    own = next(name for name, meant in names.roles.items() if meant == "assistant")
+    return [*(turns[:-1] if is_answered else turns), {names.role: own, names.content: answer}]
+
+
 def _read_turn(turn: Any, names: _Names, place: str) -> Message:
     if not isinstance(turn, Mapping):
         raise Wrong(f"{place} is {kind_of(turn)}, an object with {names.role} and {names.content} expected")

@@ -20,7 +20,7 @@ from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
 from tunebook.recipe.schema import Recipe
 
 # Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
-_VERSION = 5
+_VERSION = 6
 _BAD_ROWS_IN_MEMORY = 1000
 
 
@@ -41,7 +41,8 @@ class PreparedData:
     """Labelled tokens of both splits, and what became of every row.
 
     `train` and `evaluation` are memory-mapped `datasets.Dataset`s with the columns input_ids and labels (lists of
-    int32; -100 where a label doesn't count) and length (tokens); `evaluation` is None without validation rows.
+    int32; -100 where a label doesn't count), length (tokens) and prompt_length (tokens before the last response; 0
+    where none is to be asked for); `evaluation` is None without validation rows.
     Train, eval, dropped and bad rows together are `num_rows`, where no row is drawn, repeated, a duplicate or split.
     `num_truncated_rows` were kept with a cut response, `num_dropped_rows` had no response token left or, under
     `data.on_overflow: drop`, were longer than allowed; `response_tokens_lost` counts both, `longest_row` is in tokens

@@ -10,7 +10,8 @@ from tunebook.data.labels import IGNORED
 
 TRAIN_FILE = "train.arrow"
 EVALUATION_FILE = "eval.arrow"
-KEPT_COLUMNS = ["input_ids", "labels", "length"]
+# prompt_length is for asking the model for the last answer of a row again, once it is trained.
+KEPT_COLUMNS = ["input_ids", "labels", "length", "prompt_length"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""The export of a checkpoint is what the run would have left had it ended there."""
+
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from broken_off import adapter_of, largest_difference
+from finished_runs import finished_place, train_in
+from tunebook.exported import export_checkpoint, exported_folder
+from tunebook.finished import open_finished
+from tunebook.quiet import quiet_libraries
+from tunebook.trained import load_trained
+
+pytestmark = pytest.mark.slow
+IDS = torch.arange(40, 72).reshape(2, 16)
+# Saved after the last step, so that the export of that checkpoint must be the run's own adapter.
+LAST = ("training.max_steps=3", "training.num_train_epochs=null", "training.save_steps=3", "data.answer_rows=0")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return shutil.copytree(finished_place(), tmp_path_factory.mktemp("exported") / "place")
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def test_a_checkpoint_has_its_own_weights_and_all_else_of_the_run(place, tmp_path):
+    finished = open_finished("runs/recipe/checkpoints/checkpoint-4")
+    export_checkpoint(finished, tmp_path / "out")
+    weights = "adapter_model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (finished.source / weights).read_bytes()
+    assert largest_difference(load_file(tmp_path / "out" / weights), adapter_of(place / "runs" / "recipe")) > 1e-4
+    ours, of_the_run = contents(tmp_path / "out"), contents(place / "runs" / "recipe" / "adapter")
+    assert {name for name in of_the_run if of_the_run[name] != ours.get(name)} - {"README.md", "loss.png"} == {weights}
+    with quiet_libraries():
+        base = load_trained(open_finished("runs/recipe")).model.unload()
+        loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    trained = load_trained(finished)
+    assert (logits(loaded) - logits(trained.model)).abs().max() == 0
+    assert trained.prompts.name == "alpaca text"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("lora.init_lora_weights=pissa", "lora.target_modules=all-linear"),
+        ("lora.init_lora_weights=mica", "lora.use_rslora=true", "data.template=auto"),
+        ("lora.use_dora=true", "quantization={load_in_4bit: true}", "model.add_special_tokens=['<|tool|>']"),
+        ("lora=null",),
+    ],
+    ids=["pissa", "mica", "dora-nf4-tokens", "whole-model"],
+)
+def test_the_last_checkpoint_of_each_kind_gives_what_the_run_gave(place, words):
+    name = "-".join(words)[:30].replace("/", "")
+    life = train_in(place, "--run-dir", f"runs/{name}", *LAST, *words)
+    assert life.rank_codes() == [0], life.output()[-3000:]
+    expected = contents(place / "runs" / name / "adapter")
+    with exported_folder(open_finished(f"runs/{name}/checkpoints/checkpoint-3")) as folder:
+        found = contents(folder)
+    for one in ("README.md", "loss.png"):
+        expected.pop(one, None)
+    assert found.keys() == expected.keys()
+    for file, content in expected.items():
+        assert found[file] == content, file
