@@ -1,0 +1,165 @@
+"""What is exported: others load it as it is, its card is true, and nothing of this machine is in it."""
+
+import getpass
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, pipeline
+
+from broken_off import adapter_of, largest_difference
+from finished_runs import finished_place
+from tunebook.cli import main
+from tunebook.errors import Refused
+from tunebook.export import export
+from tunebook.finished import open_finished
+from tunebook.quiet import quiet_libraries
+from tunebook.trained import load_trained
+
+pytestmark = pytest.mark.slow
+IDS = torch.arange(40, 72).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A copy of the finished run; beside it two more runs on a base with a public name, of its own stop token."""
+    return shutil.copytree(finished_place(), tmp_path_factory.mktemp("export") / "place")
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def difference(one, other):
+    return float((logits(one) - logits(other)).abs().max())
+
+
+def code_blocks(card):
+    return re.findall(r"```python\n(.*?)```", card, flags=re.S)
+
+
+def check_nothing_of_this_machine(folder, *places):
+    """Look for places, users and machines in every byte of every file."""
+    words = [str(Path.home()), str(Path.cwd()), "/tmp/", *map(str, places), "hf_secret"]
+    words += [name for name in (socket.gethostname(), getpass.getuser()) if len(name) > 4]
+    texts = [path for path in folder.iterdir() if path.suffix in (".json", ".md", ".jinja", ".yaml")]
+    assert {"README.md", "adapter_config.json"} <= {path.name for path in texts}
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        found = [word for word in words if word.encode() in content]
+        assert not found, (path.name, found)
+
+
+def test_the_runs_own_adapter_folder_is_ready_to_give_away(place, tmp_path):
+    done = export("runs/recipe", str(tmp_path / "out"))
+    assert done.source == Path("runs/recipe/adapter") and done.is_new
+    [note] = done.notes
+    assert note.startswith("the adapter names its base base, which others do not have")
+    for path in (place / "runs" / "recipe" / "adapter").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {"README.md", "loss.png", "chat_template.jinja", "generation_config.json"} <= {
+        path.name for path in done.folder.iterdir()
+    }
+    check_nothing_of_this_machine(done.folder)
+    config = json.loads((done.folder / "tokenizer_config.json").read_text())
+    assert not {"is_local", "local_files_only", "name_or_path"} & config.keys()
+
+
+def test_it_is_loaded_in_three_ways_and_gives_the_runs_logits(place):
+    """The base is named `base` here, and found as a folder, as it would be on the Hub by its name."""
+    adapter = place / "runs" / "recipe" / "adapter"
+    with quiet_libraries():
+        trained = load_trained(open_finished("runs/recipe")).model
+        onto_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), adapter)
+        by_itself = AutoPeftModelForCausalLM.from_pretrained(adapter)
+        ask = pipeline("text-generation", model=str(adapter))
+    assert difference(trained, AutoModelForCausalLM.from_pretrained("base")) > 1e-3
+    assert [difference(trained, one) for one in (onto_base, by_itself, ask.model)] == [0, 0, 0]
+    stops = json.loads((adapter / "generation_config.json").read_text())["eos_token_id"]
+    assert ask.model.generation_config.eos_token_id in stops
+
+
+def test_a_checkpoint_is_exported_with_its_own_weights_and_figures(place, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run_command("export", "runs/recipe/checkpoints/checkpoint-4", "--out", str(out)) == 0
+    printed = capsys.readouterr().out
+    assert "source: runs/recipe/checkpoints/checkpoint-4\n" in printed and f"export: {out}\n" in printed
+    weights = load_file(out / "adapter_model.safetensors")
+    assert largest_difference(weights, load_file("runs/recipe/checkpoints/checkpoint-4/adapter_model.safetensors")) == 0
+    assert largest_difference(weights, adapter_of(place / "runs" / "recipe")) > 1e-4
+    with quiet_libraries():
+        bare = AutoModelForCausalLM.from_pretrained("base")
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), out)
+    assert difference(bare, loaded) > 0
+    card = (out / "README.md").read_text()
+    assert "after step 4, not those of the run's end" in card and "| optimizer steps | 4 |" in card
+    losses = {event["step"]: event["loss"] for event in events(place) if "loss" in event}
+    assert f"| {losses[1]:.4f} | {losses[4]:.4f} |" in card
+    check_nothing_of_this_machine(out)
+
+
+def events(place):
+    return [json.loads(line) for line in (place / "runs" / "recipe" / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_command(*words):
+    import sys
+
+    before, sys.argv = sys.argv, ["tunebook", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        sys.argv = before
+
+
+def test_exporting_again_is_harmless_and_anything_else_there_is_refused(place, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert export("runs/recipe", str(out)).is_new
+    assert not export("runs/recipe", str(out)).is_new
+    assert run_command("export", "runs/recipe/checkpoints/checkpoint-2", "--out", str(out)) == 2
+    assert "holds something else than this export" in capsys.readouterr().err
+    (out / "mine.txt").write_text("kept")
+    with pytest.raises(Refused, match="holds something else"):
+        export("runs/recipe", str(out))
+    assert (out / "mine.txt").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("inside", ["adapter", ".", "checkpoints/checkpoint-4", "new", "adapter/new"])
+def test_no_target_lies_in_a_run_folder(place, inside):
+    before = sorted(str(path) for path in place.rglob("*"))
+    with pytest.raises(Refused, match="lies in the run folder"):
+        export("runs/recipe", f"runs/recipe/{inside}")
+    assert sorted(str(path) for path in place.rglob("*")) == before
+
+
+def test_what_is_no_source_or_no_target_is_refused(place, tmp_path, monkeypatch, capsys):
+    assert run_command("export", "base") == 2
+    assert "no run_summary.json" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="is a file"):
+        export("runs/recipe", str(tmp_path / "file"))
+    with pytest.raises(Refused, match=r"could not be saved.*MiB are free"):
+        export("runs/recipe", str(tmp_path / "file" / "below"))
+
+    def full_disk(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tunebook.export.put_in_place", full_disk)
+    with pytest.raises(Refused, match="No space left"):
+        export("runs/recipe", str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"
