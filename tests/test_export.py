@@ -5,22 +5,29 @@ import json
 import re
 import shutil
 import socket
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 from broken_off import adapter_of, largest_difference
-from finished_runs import finished_place
+from finished_runs import finished_place, train_in
+from tiny_data import CASES
+from tunebook.card_code import QUESTION
 from tunebook.cli import main
+from tunebook.data.conversation import pair
+from tunebook.data.tokens import TurnEncoder
 from tunebook.errors import Refused
 from tunebook.export import export
 from tunebook.finished import open_finished
 from tunebook.quiet import quiet_libraries
 from tunebook.trained import load_trained
+from tunebook.training.summary import RunSummary
 
 pytestmark = pytest.mark.slow
 IDS = torch.arange(40, 72).reshape(2, 16)
@@ -30,6 +37,26 @@ IDS = torch.arange(40, 72).reshape(2, 16)
 def place(tmp_path_factory):
     """A copy of the finished run; beside it two more runs on a base with a public name, of its own stop token."""
     return shutil.copytree(finished_place(), tmp_path_factory.mktemp("export") / "place")
+
+
+@pytest.fixture(scope="module")
+def x03(place):
+    """A run on a base that is loaded from a folder and has a public name (case X03), trained until it knows its rows.
+
+    Its answers end with <|im_end|>, at which the base itself does not stop: the usual case of a base model.
+    """
+    words = [f"model.name_or_path={place / 'base'}", "model.base_id=org/tiny", "data.template=auto"]
+    words += [
+        f"data.path={CASES / 'X03' / 'data.jsonl'}",
+        "data.validation=0",
+        "data.answer_rows=null",
+        "lora.target_modules=all-linear",
+    ]
+    words += ["training.global_batch_size=2", "training.num_train_epochs=80", "training.learning_rate=1e-2"]
+    words += ["training.logging_steps=20", "training.save_steps=80", "lora.r=8"]
+    life = train_in(place, "--run-dir", str(place / "runs" / "x03"), *words)
+    assert life.rank_codes() == [0], life.output()[-3000:]
+    return life.output()
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +137,22 @@ def test_a_checkpoint_is_exported_with_its_own_weights_and_figures(place, tmp_pa
     check_nothing_of_this_machine(out)
 
 
+def test_a_checkpoint_of_an_interrupted_run_is_exported_too(place, tmp_path):
+    whole = export("runs/recipe/checkpoints/checkpoint-4", str(tmp_path / "whole")).folder
+    moved = shutil.copytree(place / "runs" / "recipe", tmp_path / "moved")
+    shutil.rmtree(moved / "adapter")
+    summary = json.loads((moved / "run_summary.json").read_text())
+    measured = {field.name: field.default for field in fields(RunSummary) if field.default is not MISSING}
+    told = {**summary, **measured, "status": "interrupted", "exit_code": 75}
+    (moved / "run_summary.json").write_text(json.dumps(told))
+    with pytest.raises(Refused, match=r"interrupted.*such as .*checkpoint-9"):
+        export(str(moved), str(tmp_path / "out"))
+    out = export(str(moved / "checkpoints" / "checkpoint-4"), str(tmp_path / "out")).folder
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
 def events(place):
     return [json.loads(line) for line in (place / "runs" / "recipe" / "metrics.jsonl").read_text().splitlines()]
 
@@ -163,3 +206,61 @@ def test_what_is_no_source_or_no_target_is_refused(place, tmp_path, monkeypatch,
     with pytest.raises(Refused, match="No space left"):
         export("runs/recipe", str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"
+
+
+def test_case_x03_no_exported_file_knows_where_the_base_was(place, x03, tmp_path):
+    expected = json.loads((CASES / "X03" / "expect.json").read_text())["expect"]
+    for source in ("runs/x03", "runs/x03/checkpoints/checkpoint-80"):
+        folder = export(source, str(tmp_path / Path(source).name)).folder
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == expected["base_model_name_or_path"]
+        check_nothing_of_this_machine(folder, place)
+    check_nothing_of_this_machine(place / "runs" / "x03" / "adapter", place)
+    card = ModelCard.load(place / "runs" / "x03" / "README.md")
+    assert card.data.base_model == "org/tiny" and "path: data.jsonl" in card.text
+    assert str(place) not in str(card)
+
+
+def test_a_base_without_a_public_name_is_said_and_its_place_kept_back(place, x03, tmp_path, capsys):
+    moved = shutil.copytree(place / "runs" / "x03", tmp_path / "unnamed")
+    for name in ("run_summary.json", "x03.yaml", "recipe.yaml"):
+        if (moved / name).is_file():
+            text = (moved / name).read_text()
+            text = text.replace('"public_base": "org/tiny"', '"public_base": null').replace("  base_id: org/tiny\n", "")
+            (moved / name).write_text(text)
+    config = json.loads((moved / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(place / "base")
+    (moved / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    assert run_command("export", str(moved), "--out", str(tmp_path / "out")) == 0
+    assert "note: the adapter names its base ./base, which others do not have" in capsys.readouterr().out
+    check_nothing_of_this_machine(tmp_path / "out", place, moved)
+    assert "base_model" not in ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+
+
+def test_the_code_on_the_card_loads_the_run_and_its_answer_stops(place, x03, tmp_path, monkeypatch, capsys):
+    assert "note: the base itself does not stop at <|im_end|>" in x03
+    # By the name of the base as it would be found on the Hub.
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "tiny").symlink_to(place / "base")
+    shutil.copytree(place / "runs" / "x03" / "adapter", tmp_path / "adapter")
+    trained = load_trained(open_finished("runs/x03"))
+    monkeypatch.chdir(tmp_path)
+    loading, asking = code_blocks((tmp_path / "adapter" / "README.md").read_text())
+    assert QUESTION in asking
+    given = {}
+    with quiet_libraries():
+        exec(loading.replace('"."', '"adapter"'), given)
+    assert difference(trained.model, given["model"]) == 0
+    capsys.readouterr()
+    exec(asking.replace(QUESTION, "Name a color."), given)
+    assert capsys.readouterr().out == "red\n"
+    [turns] = trained.prompts.render([pair("Name a color.", "-")])
+    encoded = TurnEncoder(trained.tokenizer, trained.prompts).encode(turns)[0]
+    assert given["inputs"]["input_ids"][0].tolist() == list(encoded.prompt_ids)
+    with quiet_libraries():
+        ask = pipeline("text-generation", model="adapter", tokenizer="adapter")
+        assert ask.model.generation_config.eos_token_id == 0, "transformers reads them from the adapter: drop the note"
+        settings = GenerationConfig.from_pretrained("adapter")
+        messages = [{"role": "user", "content": "Name a color."}]
+        [answer] = ask(messages, do_sample=False, max_new_tokens=8, generation_config=settings)
+    assert answer["generated_text"][-1]["content"] == "red"

@@ -8,7 +8,7 @@ from tunebook.checkpoints import PROGRESS, finish_checkpoint
 from tunebook.errors import Refused
 from tunebook.finished import open_finished
 
-RECIPE = "model: {name_or_path: base}\nlora: {r: 4}\ndata: {path: gone.jsonl}\n"
+RECIPE = "model: {name_or_path: base}\nlora: {r: 4}\ndata: {path: gone.jsonl, template: gone.jinja}\n"
 
 
 def make_run(folder, status="completed", steps=()):

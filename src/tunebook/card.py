@@ -161,20 +161,19 @@ def _summary(facts: CardFacts, kind: Kind) -> str:
     if base:
         revision = recipe.model.revision if recipe.model.base_id else summary["model_revision"]
         name = f"[{cell(base)}](https://huggingface.co/{base})" if is_hub_id(base) else cell(base)
-        named = f"{name}{f', revision `{revision}`' if revision else ''}"
+        named = f"{name}{f', revision {cell(revision)}' if revision else ''}"
     else:
-        named = f"a base known by the folder it was loaded from alone, `{cell(shown_value(summary['model']))}`"
+        named = f"a base known by the folder it was loaded from alone, {cell(shown_value(summary['model']))}"
     when = "" if facts.step is None else f" These are the weights after step {facts.step}, not those of the run's end."
-    return f"{what}{named}; trained by the recipe `{recipe.stem}` below.{when}"
+    return f"{what}{named}; trained by the recipe {cell(recipe.stem)} below.{when}"
 
 
 def _licence_text(facts: CardFacts) -> str:
     if facts.licence is None:
         known = "The licence of the base is not known here: look it up before passing this on."
     else:
-        link = f" ({facts.licence.link})" if facts.licence.link else ""
-        named = cell(facts.licence.render())
-        known = f"The base is published under {named}{cell(link)}, which holds for what is made of it."
+        named = cell(facts.licence.render() + (f" ({facts.licence.link})" if facts.licence.link else ""))
+        known = f"The base is published under {named}, which holds for what is made of it."
     return f"{known} The data has terms of its own."
 
 

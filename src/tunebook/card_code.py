@@ -1,5 +1,6 @@
 """The code on a model card: how what was trained is loaded as it was trained, and asked as it was trained."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -55,8 +56,8 @@ def _named_base(options: list[str]) -> list[str]:
 
 
 def _unnamed_base(recipe: Recipe, options: list[str]) -> list[str]:
-    base = last_part(recipe.model.name_or_path)
-    lines = [f'base = AutoModelForCausalLM.from_pretrained("{base}", {", ".join(options)})  # the folder of the base']
+    base = json.dumps(last_part(recipe.model.name_or_path), ensure_ascii=False)
+    lines = [f"base = AutoModelForCausalLM.from_pretrained({base}, {', '.join(options)})  # the folder of the base"]
     if recipe.model.add_special_tokens:
         lines += [
             "if len(tokenizer) > base.get_input_embeddings().num_embeddings:",

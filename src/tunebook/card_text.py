@@ -47,10 +47,10 @@ def source_rows(recipe: Recipe, summary: Mapping[str, Any]) -> list[tuple[str, s
         if public:
             name = f"[{cell(source.path)}](https://huggingface.co/datasets/{source.path}), split {cell(source.split)}"
         else:
-            name = f"local: `{cell(last_part(source.path))}`"
+            name = f"local: {cell(last_part(source.path))}"
         default = "default branch" if public else ""
         taken = f"{source.rows:,}" if source.rows is not None else f"weight {source.weight:g}"
-        rows.append((name, f"`{cell(source.revision)}`" if source.revision else default, taken))
+        rows.append((name, cell(source.revision) if source.revision else default, taken))
     return rows
 
 

@@ -70,7 +70,7 @@ def open_finished(run_dir: str) -> Finished:
     recipes = sorted(place.glob("*.yaml"))
     if len(recipes) != 1:
         raise Refused(Problem(f"{len(recipes)} recipes are there, and a run has one", where=str(place)))
-    recipe = load_recipe(str(recipes[0]), check_places=False)
+    recipe = load_recipe(str(recipes[0]), was_run=True)
     finished = Finished(place, recipe, summary, checkpoint=checkpoint)
     if not any(finished.source.glob("*.safetensors")):
         raise Refused(Problem("holds no weights", _checkpoint_fix(place), str(finished.source)))
