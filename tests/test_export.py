@@ -52,8 +52,8 @@ def x03(place):
         "data.answer_rows=null",
         "lora.target_modules=all-linear",
     ]
-    words += ["training.global_batch_size=2", "training.num_train_epochs=80", "training.learning_rate=1e-2"]
-    words += ["training.logging_steps=20", "training.save_steps=80", "lora.r=8"]
+    words += ["training.global_batch_size=2", "training.num_train_epochs=40", "training.learning_rate=1e-2"]
+    words += ["training.logging_steps=20", "training.save_steps=40", "lora.r=8"]
     life = train_in(place, "--run-dir", str(place / "runs" / "x03"), *words)
     assert life.rank_codes() == [0], life.output()[-3000:]
     return life.output()
@@ -190,6 +190,31 @@ def test_no_target_lies_in_a_run_folder(place, inside):
     assert sorted(str(path) for path in place.rglob("*")) == before
 
 
+def test_folders_of_templates_go_along_and_what_an_upload_left_does_not(place, tmp_path):
+    moved = shutil.copytree(place / "runs" / "recipe", tmp_path / "moved")
+    (moved / "adapter" / "additional_chat_templates").mkdir()
+    (moved / "adapter" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (moved / "adapter" / ".cache").mkdir()
+    out = tmp_path / "out"
+    assert export(str(moved), str(out)).is_new and not export(str(moved), str(out)).is_new
+    assert (out / "additional_chat_templates" / "tool_use.jinja").is_file() and not (out / ".cache").exists()
+    (out / "additional_chat_templates" / "tool_use.jinja").write_text("another")
+    with pytest.raises(Refused, match="something else"):
+        export(str(moved), str(out))
+
+
+def test_a_run_without_what_the_card_is_made_of_is_refused(place, tmp_path):
+    moved = shutil.copytree(place / "runs" / "recipe", tmp_path / "moved")
+    summary = json.loads((moved / "run_summary.json").read_text())
+    (moved / "run_summary.json").write_text(json.dumps({key: summary[key] for key in summary if key != "template"}))
+    with pytest.raises(Refused, match=r"lacks 'template': this run is of another version"):
+        export(str(moved), str(tmp_path / "out"))
+    (moved / "plan.json").unlink()
+    with pytest.raises(Refused, match=r"plan\.json: cannot be read"):
+        export(str(moved), str(tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moved"]
+
+
 def test_what_is_no_source_or_no_target_is_refused(place, tmp_path, monkeypatch, capsys):
     assert run_command("export", "base") == 2
     assert "no run_summary.json" in capsys.readouterr().err
@@ -210,7 +235,7 @@ def test_what_is_no_source_or_no_target_is_refused(place, tmp_path, monkeypatch,
 
 def test_case_x03_no_exported_file_knows_where_the_base_was(place, x03, tmp_path):
     expected = json.loads((CASES / "X03" / "expect.json").read_text())["expect"]
-    for source in ("runs/x03", "runs/x03/checkpoints/checkpoint-80"):
+    for source in ("runs/x03", "runs/x03/checkpoints/checkpoint-40"):
         folder = export(source, str(tmp_path / Path(source).name)).folder
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["base_model_name_or_path"] == expected["base_model_name_or_path"]

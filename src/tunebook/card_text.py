@@ -21,7 +21,9 @@ def measured_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if summary["eval_loss_before"] is not None or summary["eval_loss"] is not None:
         rows.append(("held-out loss", _number(summary["eval_loss_before"]), _number(summary["eval_loss"])))
     if summary["eval_token_accuracy"] is not None:
-        rows.append(("held-out tokens that are the first choice", "", f"{summary['eval_token_accuracy']:.1%}"))
+        rows.append(
+            ("held-out tokens that are the first choice", "not measured", f"{summary['eval_token_accuracy']:.1%}")
+        )
     if total := summary["num_exact_match_rows"]:
         before, after = (summary[f"exact_match_{when}"] for when in ("before", "after"))
         rows.append(("held-out prompts answered word for word", _share(before, total), _share(after, total)))
@@ -49,7 +51,13 @@ def source_rows(recipe: Recipe, summary: Mapping[str, Any]) -> list[tuple[str, s
         else:
             name = f"local: {cell(last_part(source.path))}"
         default = "default branch" if public else ""
-        taken = f"{source.rows:,}" if source.rows is not None else f"weight {source.weight:g}"
+        taken = (
+            f"{source.rows:,}"
+            if source.rows is not None
+            else "all"
+            if source.weight == 1
+            else f"{source.weight:g} x all"
+        )
         rows.append((name, cell(source.revision) if source.revision else default, taken))
     return rows
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.adapter import public_base
-from tunebook.card import CardFacts
-from tunebook.card_files import write_card
+from tunebook.card import PICTURE, CardFacts
+from tunebook.card_files import CARD, write_card
 from tunebook.checkpoints import step_of
 from tunebook.errors import Problem, Refused
 from tunebook.exported import fill_from_checkpoint
@@ -55,6 +55,9 @@ def export(run_dir: str, out: str | None = None) -> Export:
         elif not _is_same(beside, folder):
             fix = "Name another folder by --out, or delete that one"
             raise Refused(Problem("holds something else than this export", fix, str(folder)))
+    except KeyError as error:
+        message = f"run_summary.json or plan.json lacks {error}: this run is of another version of tunebook"
+        raise Refused(Problem(message, "Export it with that version", str(finished.folder))) from error
     except OSError as error:
         raise Refused(Problem(explain_unwritten(error, folder), "Make room, or use --out DIR", "--out")) from error
     finally:
@@ -74,7 +77,10 @@ def show_export(run_dir: str, out: str | None) -> None:
 def facts_of(finished: Finished) -> CardFacts:
     """Return what the card of a finished run, or of a checkpoint, is made of."""
     folder, recipe = finished.folder, finished.recipe
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(Problem("cannot be read, and the card is made of it", where=str(folder / "plan.json"))) from error
     licence = find_licence(recipe, finished.summary.get("model_revision"))
     if finished.checkpoint is None:
         return CardFacts(recipe, plan, finished.summary, licence)
@@ -130,9 +136,9 @@ def _target(finished: Finished, out: str | None) -> Path:
 def _fill(finished: Finished, folder: Path) -> tuple[str, ...]:
     notes: tuple[str, ...] = ()
     if finished.checkpoint is None:
-        for path in sorted(finished.adapter.iterdir()):
-            if path.is_file() and path.name not in ("README.md", "loss.png"):
-                shutil.copyfile(path, folder / path.name)
+        # What was put there since, such as the notes of an upload, is not part of it; the card is made anew.
+        left_out = shutil.ignore_patterns(".*", CARD, PICTURE)
+        shutil.copytree(finished.adapter, folder, dirs_exist_ok=True, ignore=left_out, copy_function=shutil.copyfile)
     else:
         notes = fill_from_checkpoint(finished, folder, shutil.copyfile)
     notes = tuple(note for note in notes if "local path" not in note)
@@ -158,7 +164,7 @@ def _name_base(finished: Finished, folder: Path) -> tuple[str, ...]:
 
 def _is_same(one: Path, other: Path) -> bool:
     """Return whether two folders hold the same files, byte for byte."""
-    names = sorted(path.name for path in one.iterdir())
-    if names != sorted(path.name for path in other.iterdir()):
-        return False
-    return all(filecmp.cmp(one / name, other / name, shallow=False) for name in names)
+    files = [
+        sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) for folder in (one, other)
+    ]
+    return files[0] == files[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in files[0])
