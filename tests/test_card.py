@@ -2,17 +2,19 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 from huggingface_hub import ModelCard
 
 from tunebook.card import CardFacts, render_card
-from tunebook.card_files import write_card
+from tunebook.card_files import write_card, write_run_cards
 from tunebook.licence import Licence, find_licence
 from tunebook.loss_picture import draw_losses, find_ticks, read_metrics
 from tunebook.plan import build_plan, with_split
 from tunebook.public_text import last_part
 from tunebook.recipe.reading import load_recipe
+from tunebook.training.summary import RunSummary
 from tunebook.world import World
 
 RECIPE = """
@@ -121,13 +123,19 @@ def test_what_is_not_known_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "shown"),
+    ("fields", "written", "shown"),
     [
-        ({"license": "other", "license_name": "qwen", "license_link": "LICENSE"}, "published under qwen (LICENSE)"),
-        ({"license": ["mit", "apache-2.0"]}, "published under mit, apache-2.0"),
+        (
+            {"license": "other", "license_name": "qwen", "license_link": "LICENSE"},
+            {"license": "other", "license_name": "qwen"},
+            "published under qwen;",
+        ),
+        ({"license": "other", "license_link": "https://a.example/x"}, None, "under other (https://a.example/x);"),
+        ({"license": ["mit", "apache-2.0"]}, None, "published under mit, apache-2.0;"),
+        ({"license": "My own words"}, {"license": "other", "license_name": "My own words"}, "under My own words;"),
     ],
 )
-def test_the_licence_is_that_of_the_bases_own_card(tmp_path, fields, shown):
+def test_the_licence_is_that_of_the_bases_own_card(tmp_path, fields, written, shown):
     base = tmp_path / "base"
     base.mkdir()
     accepted = facts(tmp_path, RECIPE.replace("Qwen/Qwen2.5-7B", str(base))).recipe
@@ -138,7 +146,22 @@ def test_the_licence_is_that_of_the_bases_own_card(tmp_path, fields, shown):
     (base / "README.md").write_text(f"---\n{json.dumps(fields)}\n---\n# Base\n")
     card = ModelCard(render_card(facts(tmp_path, licence=find_licence(accepted, None))))
     assert shown in card.text
-    assert {name: value for name, value in card.data.to_dict().items() if name.startswith("license")} == fields
+    assert {name: value for name, value in card.data.to_dict().items() if name.startswith("license")} == (
+        written or fields
+    )
+
+
+def test_a_licence_file_beside_the_base_is_linked_there(tmp_path, monkeypatch):
+    (tmp_path / "card.md").write_text("---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n")
+    monkeypatch.setattr("tunebook.licence._find_card", lambda name, revision: str(tmp_path / "card.md"))
+    found = find_licence(facts(tmp_path).recipe, "d149729")
+    assert found == Licence(("other",), "qwen", "https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/LICENSE")
+
+
+def test_the_best_step_is_named_where_its_weights_were_kept(tmp_path):
+    best = RECIPE.replace("training: {", "training: {load_best_model_at_end: true, save_strategy: epoch, ")
+    assert "the best step, as the held-out loss" in render_card(facts(tmp_path, best))
+    assert "best step" not in render_card(facts(tmp_path)) + render_card(facts(tmp_path, best, step=4))
 
 
 def test_a_hub_that_does_not_answer_only_leaves_the_licence_unknown(tmp_path, monkeypatch):
@@ -269,3 +292,16 @@ def test_ticks_are_few_and_hold_the_values(span):
     ticks = find_ticks(*span)
     gap = ticks[1] - ticks[0]
     assert 2 <= len(ticks) <= 8 and ticks[0] <= span[0] + gap * 1e-6 and ticks[-1] >= span[1] - gap * 1e-6
+
+
+def test_a_card_that_cannot_be_made_does_not_cost_the_run(tmp_path, monkeypatch):
+    given = facts(tmp_path)
+    summary = RunSummary(**{field.name: SUMMARY.get(field.name) for field in fields(RunSummary)})
+    plan = build_plan(given.recipe, World(), run_dir=str(tmp_path / "run"))
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    assert write_run_cards(given.recipe, plan, summary) == ()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert 'path = "adapter"' in card and 'path = "."' in (tmp_path / "run" / "adapter" / "README.md").read_text()
+    monkeypatch.setattr("tunebook.card_files.render_card", lambda *_: 1 / 0)
+    [note] = write_run_cards(given.recipe, plan, summary)
+    assert "could not be written (ZeroDivisionError" in note and f"tunebook export {tmp_path / 'run'}" in note

@@ -165,6 +165,9 @@ def _summary(facts: CardFacts, kind: Kind) -> str:
     else:
         named = f"a base known by the folder it was loaded from alone, {cell(shown_value(summary['model']))}"
     when = "" if facts.step is None else f" These are the weights after step {facts.step}, not those of the run's end."
+    if facts.step is None and recipe.arguments.get("load_best_model_at_end"):
+        metric = cell(recipe.arguments.get("metric_for_best_model") or "the held-out loss")
+        when = f" These are the weights of the best step, as {metric} tells, not of the last."
     return f"{what}{named}; trained by the recipe {cell(recipe.stem)} below.{when}"
 
 
@@ -173,7 +176,7 @@ def _licence_text(facts: CardFacts) -> str:
         known = "The licence of the base is not known here: look it up before passing this on."
     else:
         named = cell(facts.licence.render() + (f" ({facts.licence.link})" if facts.licence.link else ""))
-        known = f"The base is published under {named}, which holds for what is made of it."
+        known = f"The base is published under {named}; see there what holds for models made from it."
     return f"{known} The data has terms of its own."
 
 

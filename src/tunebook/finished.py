@@ -58,6 +58,7 @@ def open_finished(run_dir: str) -> Finished:
     to its end and no checkpoint of it is named, and where the checkpoint is not as it was saved.
     """
     place = Path(run_dir).expanduser()
+    place = place.resolve() if place.is_symlink() else place  # such as `latest`, made by hand
     checkpoint = None
     if not (place / "run_summary.json").is_file() and _is_checkpoint(place):
         checkpoint, place = _open_checkpoint(place), _run_of(place)

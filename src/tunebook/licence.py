@@ -13,6 +13,7 @@ from tunebook.recipe.schema import Recipe
 SECONDS = 10.0
 FRONT_MATTER = re.compile(r"\A\s*---\r?\n(.*?)\r?\n---", re.S)
 
+HUB_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 LINKED = ("license_name", "license_link")
 
 
@@ -38,12 +39,12 @@ def find_licence(recipe: Recipe, commit: str | None) -> Licence | None:
     """
     name = recipe.model.name_or_path
     if is_local(name):
-        found = _read(local_path(name) / "README.md")
+        found = _read(local_path(name) / "README.md", recipe.model.base_id)
         name, commit = recipe.model.base_id or "", recipe.model.revision
         if found or not name:
             return found
     path = _within(SECONDS, lambda: _find_card(name, commit or recipe.model.revision))
-    return _read(Path(path)) if path else None
+    return _read(Path(path), name) if path else None
 
 
 def _find_card(name: str, revision: str | None) -> str | None:
@@ -74,7 +75,8 @@ def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
     return answers[0] if answers else None
 
 
-def _read(card: Path) -> Licence | None:
+def _read(card: Path, base: str | None) -> Licence | None:
+    """Return what a card says of its licence; a link to a file beside it leads to the base on the Hub, or nowhere."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -88,4 +90,8 @@ def _read(card: Path) -> Licence | None:
     given = fields.get("license")
     ids = tuple(one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str) and one.strip())
     name, link = (fields.get(key) if isinstance(fields.get(key), str) else None for key in LINKED)
+    if link and not link.startswith(("http://", "https://")):
+        link = f"https://huggingface.co/{base}/blob/main/{link}" if base else None
+    if not all(HUB_ID.fullmatch(one) for one in ids):  # a licence in words, which the Hub knows by no id
+        ids, name = ("other",), name or ", ".join(ids)
     return Licence(ids, name, link) if ids else None
