@@ -62,7 +62,9 @@ def test_a_checkpoint_has_its_own_weights_and_all_else_of_the_run(place, tmp_pat
     "words",
     [
         ("lora.init_lora_weights=pissa", "lora.target_modules=all-linear"),
-        ("lora.init_lora_weights=mica", "lora.use_rslora=true", "data.template=auto"),
+        pytest.param(
+            ("lora.init_lora_weights=mica", "lora.use_rslora=true", "data.template=auto"), marks=pytest.mark.long
+        ),
         ("lora.use_dora=true", "quantization={load_in_4bit: true}", "model.add_special_tokens=['<|tool|>']"),
         ("lora=null",),
     ],
