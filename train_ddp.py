@@ -132,7 +132,7 @@ def train(run: "ReadyRun") -> "RunResult":
         # Rank 0 saves the module inside DDP, whose names have no "module." in front. The others wait until the files
         # are whole: a launcher may end everything once the first rank has left.
         notes = outcome.write_adapter_on_main(run, loop.model)
-        record.complete(loop, after)
+        notes += record.complete(loop, after)
     return outcome.RunResult(run, record.summary, before, after, notes)
 
 

@@ -187,7 +187,9 @@ def serve() -> None:
         "tunebook.training.run",
     ):
         importlib.import_module(module)
+    from huggingface_hub import ModelCardData  # noqa: F401
     from peft import LoraConfig, get_peft_model  # noqa: F401
+    from PIL import Image, ImageDraw, ImageFont  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
 
     tell("ready")

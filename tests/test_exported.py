@@ -1,6 +1,8 @@
 """The export of a checkpoint is what the run would have left had it ended there."""
 
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from broken_off import adapter_of, largest_difference
 from finished_runs import finished_place, train_in
 from tunebook.exported import export_checkpoint, exported_folder
 from tunebook.finished import open_finished
+from tunebook.model import keep_4bit_weights
 from tunebook.quiet import quiet_libraries
 from tunebook.trained import load_trained
 
@@ -59,7 +62,9 @@ def test_a_checkpoint_has_its_own_weights_and_all_else_of_the_run(place, tmp_pat
     "words",
     [
         ("lora.init_lora_weights=pissa", "lora.target_modules=all-linear"),
-        ("lora.init_lora_weights=mica", "lora.use_rslora=true", "data.template=auto"),
+        pytest.param(
+            ("lora.init_lora_weights=mica", "lora.use_rslora=true", "data.template=auto"), marks=pytest.mark.long
+        ),
         ("lora.use_dora=true", "quantization={load_in_4bit: true}", "model.add_special_tokens=['<|tool|>']"),
         ("lora=null",),
     ],
@@ -77,3 +82,16 @@ def test_the_last_checkpoint_of_each_kind_gives_what_the_run_gave(place, words):
     assert found.keys() == expected.keys()
     for file, content in expected.items():
         assert found[file] == content, file
+    check_code_on_card(f"runs/{name}")
+
+
+def check_code_on_card(run):
+    """Run the code that the card shows for loading, and compare with the run's model."""
+    folder = Path(run) / "adapter"
+    [loading, _] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.S)
+    given = {}
+    with quiet_libraries():
+        exec(loading.replace('"."', f'"{folder}"'), given)
+    keep_4bit_weights(given["model"])
+    assert (logits(given["model"]) - logits(load_trained(open_finished(run)).model)).abs().max() == 0
+    assert given["model"].generation_config.eos_token_id[0] == open_finished(run).summary["stop_token_id"]

@@ -8,7 +8,7 @@ from tunebook.checkpoints import PROGRESS, finish_checkpoint
 from tunebook.errors import Refused
 from tunebook.finished import open_finished
 
-RECIPE = "model: {name_or_path: base}\nlora: {r: 4}\ndata: {path: gone.jsonl}\n"
+RECIPE = "model: {name_or_path: base}\nlora: {r: 4}\ndata: {path: gone.jsonl, template: gone.jinja}\n"
 
 
 def make_run(folder, status="completed", steps=()):
@@ -51,6 +51,8 @@ def test_a_checkpoint_is_opened_whatever_became_of_the_run(tmp_path, monkeypatch
     place = run / "checkpoints" / "checkpoint-4"
     finished = open_finished(f"{place}/")
     assert (finished.folder, finished.source, finished.checkpoint.step) == (run, place, 4)
+    (tmp_path / "latest").symlink_to(place)
+    assert open_finished(str(tmp_path / "latest")).source == place
     monkeypatch.chdir(run / "checkpoints")
     assert open_finished("checkpoint-12").checkpoint.step == 12
     monkeypatch.chdir(place)

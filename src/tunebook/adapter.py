@@ -18,6 +18,12 @@ from tunebook.recipe.schema import Recipe
 from tunebook.sharding import whole
 from tunebook.writing import folder_to_fill
 
+# What transformers writes into tokenizer_config.json of the place and the way it was loaded.
+OF_THIS_MACHINE = frozenset({
+    "is_local", "local_files_only", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir",
+    "_commit_hash", "token",
+})  # fmt: skip
+
 
 def write_adapter(  # noqa: PLR0913, PLR0917 - the tensors only where the model itself is sharded
     model: Any,
@@ -38,7 +44,8 @@ def write_adapter(  # noqa: PLR0913, PLR0917 - the tensors only where the model 
             tensors = exported_tensors(model) if tensors is None else tensors
             return fill_adapter_folder(model, tokenizer, recipe, beside, stop_token_id, tensors)
         model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+        restore_cache(beside / "config.json")
+        write_tokenizer(tokenizer, beside)
         write_generation_config(model.generation_config, tokenizer, stop_token_id, beside)
     return ()
 
@@ -52,9 +59,29 @@ def fill_adapter_folder(  # noqa: PLR0913, PLR0917 - what an adapter is made of
     """
     _write_tensors(tensors, folder)
     notes = _write_adapter_config(model, tokenizer, recipe, folder)
-    tokenizer.save_pretrained(folder)
-    write_generation_config(model.generation_config, tokenizer, stop_token_id, folder)
+    write_tokenizer(tokenizer, folder)
+    base_stops = write_generation_config(model.generation_config, tokenizer, stop_token_id, folder)
+    if stop_token_id not in base_stops:
+        stop = tokenizer.convert_ids_to_tokens(stop_token_id)
+        # transformers and peft read these settings from the base, also where an adapter brings its own.
+        notes += (f"the base itself does not stop at {stop}: load the adapter as its README.md says, or merge it",)
     return notes
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer without what transformers notes of this machine: whether and from where it was loaded here."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in written.items() if name not in OF_THIS_MACHINE}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def restore_cache(config: Path) -> None:
+    """Take `use_cache: false`, which is about training, out of a saved model's config.json; true is the default."""
+    written = json.loads(config.read_text(encoding="utf-8"))
+    written.pop("use_cache", None)
+    _write_json(config, written)
 
 
 def write_adapter_weights(model: Any, folder: Path) -> None:
@@ -109,7 +136,7 @@ def _write_adapter_config(model: Any, tokenizer: Any, recipe: Recipe, folder: Pa
     written = {name: sorted(value) if isinstance(value, set) else value for name, value in written.items()}
     if isinstance(written["target_modules"], list):
         written["target_modules"] = sorted(written["target_modules"])
-    base, revision, notes = _public_base(model, recipe)
+    base, revision, notes = _named_base(model, recipe)
     rows = model.get_base_model().get_input_embeddings().weight.shape[0]
     if recipe.model.add_special_tokens and rows == largest_id(tokenizer) + 1:
         notes += (f"a base with fewer rows is resized to {rows} first; AutoPeftModelForCausalLM does it by itself",)
@@ -121,7 +148,14 @@ def _write_adapter_config(model: Any, tokenizer: Any, recipe: Recipe, folder: Pa
     return notes
 
 
-def _public_base(model: Any, recipe: Recipe) -> tuple[str, str | None, tuple[str, ...]]:
+def public_base(recipe: Recipe) -> str | None:
+    """Return the name by which others find the base; None for a folder whose public name the recipe does not give."""
+    if recipe.model.base_id is not None:
+        return recipe.model.base_id
+    return None if is_local(recipe.model.name_or_path) else recipe.model.name_or_path
+
+
+def _named_base(model: Any, recipe: Recipe) -> tuple[str, str | None, tuple[str, ...]]:
     named = recipe.model
     if named.base_id is not None:
         return named.base_id, named.revision, ()
@@ -131,18 +165,20 @@ def _public_base(model: Any, recipe: Recipe) -> tuple[str, str | None, tuple[str
     return named.name_or_path, None, (note,)
 
 
-def write_generation_config(base: Any, tokenizer: Any, stop_token_id: int, folder: Path) -> None:
+def write_generation_config(base: Any, tokenizer: Any, stop_token_id: int, folder: Path) -> set[int]:
     """Write a base's GenerationConfig with the token that ends an answer among those that stop it.
 
-    They are written as plain JSON: transformers refuses to save some settings that published models have.
+    They are written as plain JSON: transformers refuses to save some settings that published models have. Returns the
+    ids at which the base itself stops.
     """
     written = {name: value for name, value in base.to_diff_dict().items() if not name.startswith("_")}
     stops = written.get("eos_token_id", tokenizer.eos_token_id)
-    stops = {stop_token_id, *(stops if isinstance(stops, list) else [stops] if stops is not None else [])}
-    written["eos_token_id"] = [stop_token_id, *sorted(stops - {stop_token_id})]
+    base_stops = set(stops if isinstance(stops, list) else [stops] if stops is not None else [])
+    written["eos_token_id"] = [stop_token_id, *sorted(base_stops - {stop_token_id})]
     if tokenizer.pad_token_id is not None:
         written["pad_token_id"] = tokenizer.pad_token_id
     _write_json(folder / "generation_config.json", written)
+    return base_stops
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

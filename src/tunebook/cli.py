@@ -78,6 +78,17 @@ def prepare(
         prepare_ahead(accepted)
 
 
+@app.command(help="Write what came out of a run, or of RUN/checkpoints/checkpoint-N, as a folder for others.")
+def export(
+    run: Annotated[str, typer.Argument(help="The run folder, or a checkpoint in it.")],
+    out: Annotated[str | None, typer.Option("--out", help="The folder to write; exports/NAME by default.")] = None,
+) -> None:
+    """Export, and print the source, the notes and the folder."""
+    from tunebook.export import show_export
+
+    show_export(run, out)
+
+
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")
 def new(
     target: Annotated[str, typer.Argument(help="The recipe to write, for example recipes/mine.yaml.")],

@@ -38,9 +38,14 @@ class Problem:
 
 def _shown_safely(text: str) -> str:
     """Return a text on one line, without control characters, and without the tokens that users paste into names."""
-    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
-    text = re.sub(r"\bhf_\w{6,}", "hf_***", text)
+    text = hide_tokens(text)
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def hide_tokens(text: str) -> str:
+    """Return a text without the Hub tokens and the passwords of addresses that users paste into names."""
+    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
+    return re.sub(r"\bhf_\w{6,}", "hf_***", text)
 
 
 class Refused(ValueError):

@@ -27,7 +27,7 @@ def exported_folder(finished: Finished) -> Iterator[Path]:
         folder = Path(place) / finished.checkpoint.folder.name
         folder.mkdir()
         # A whole model need not be on the disk twice for a moment.
-        _fill(finished, folder, lambda source, target: target.symlink_to(source.absolute()))
+        fill_from_checkpoint(finished, folder, lambda source, target: target.symlink_to(source.absolute()))
         yield folder
 
 
@@ -38,10 +38,10 @@ def export_checkpoint(finished: Finished, folder: Path) -> tuple[str, ...]:
     for the user. Raises Refused where base or template cannot be had any more.
     """
     with folder_to_fill(folder) as beside:
-        return _fill(finished, beside, shutil.copyfile)
+        return fill_from_checkpoint(finished, beside, shutil.copyfile)
 
 
-def _fill(finished: Finished, folder: Path, bring: Callable[[Path, Path], object]) -> tuple[str, ...]:
+def fill_from_checkpoint(finished: Finished, folder: Path, bring: Callable[[Path, Path], object]) -> tuple[str, ...]:
     """Fill an empty folder with the export of a checkpoint; `bring` puts a file of weights at its new place."""
     from tunebook.quiet import quiet_libraries
 
@@ -53,7 +53,9 @@ def _fill(finished: Finished, folder: Path, bring: Callable[[Path, Path], object
     recipe, checkpoint = finished.recipe, finished.checkpoint
     assert checkpoint is not None
     tokenizer = tokenizer_of(recipe)
-    stop_token_id = find_stop_token(tokenizer, recipe.data.template)
+    # Asked in any case: it gives the tokenizer the recipe's template. Plain texts end with another token.
+    of_template = find_stop_token(tokenizer, recipe.data.template)
+    stop_token_id = int(finished.summary.get("stop_token_id", of_template))
     with quiet_libraries():
         if recipe.lora is None:
             _fill_whole_model(checkpoint.folder, folder, tokenizer, stop_token_id, bring)
@@ -87,10 +89,12 @@ def _fill_whole_model(
     """Fill a folder with the checkpoint of a full fine-tune, without what is there only to go on from it."""
     from transformers import GenerationConfig
 
-    from tunebook.adapter import write_generation_config
+    from tunebook.adapter import restore_cache, write_generation_config, write_tokenizer
 
-    for pattern in ("config.json", "model*.safetensors", "model.safetensors.index.json"):
-        for path in sorted(checkpoint.glob(pattern)):
-            bring(path, folder / path.name)
-    tokenizer.save_pretrained(folder)
+    for path in sorted(checkpoint.glob("model*.safetensors")):
+        bring(path, folder / path.name)
+    for path in (*checkpoint.glob("model.safetensors.index.json"), checkpoint / "config.json"):
+        shutil.copyfile(path, folder / path.name)
+    restore_cache(folder / "config.json")
+    write_tokenizer(tokenizer, folder)
     write_generation_config(GenerationConfig.from_pretrained(checkpoint), tokenizer, stop_token_id, folder)

@@ -58,6 +58,7 @@ def open_finished(run_dir: str) -> Finished:
     to its end and no checkpoint of it is named, and where the checkpoint is not as it was saved.
     """
     place = Path(run_dir).expanduser()
+    place = place.resolve() if place.is_symlink() else place  # such as `latest`, made by hand
     checkpoint = None
     if not (place / "run_summary.json").is_file() and _is_checkpoint(place):
         checkpoint, place = _open_checkpoint(place), _run_of(place)
@@ -70,7 +71,7 @@ def open_finished(run_dir: str) -> Finished:
     recipes = sorted(place.glob("*.yaml"))
     if len(recipes) != 1:
         raise Refused(Problem(f"{len(recipes)} recipes are there, and a run has one", where=str(place)))
-    recipe = load_recipe(str(recipes[0]), check_places=False)
+    recipe = load_recipe(str(recipes[0]), was_run=True)
     finished = Finished(place, recipe, summary, checkpoint=checkpoint)
     if not any(finished.source.glob("*.safetensors")):
         raise Refused(Problem("holds no weights", _checkpoint_fix(place), str(finished.source)))

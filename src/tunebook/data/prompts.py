@@ -12,12 +12,12 @@ from tunebook.data.conversation import Conversation, Fault, TrainOn, pair
 from tunebook.errors import Problem, Refused
 
 # The wording is part of the form: models tuned on Alpaca data know exactly this text (Stanford Alpaca, 2023).
-_WITH_INPUT = (
+ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-_WITHOUT_INPUT = (
+ALPACA_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -70,7 +70,7 @@ class AlpacaPrompts:
     """The classic Alpaca text; the turn ends with the eos token."""
 
     name = "alpaca text"
-    source = _WITH_INPUT + _WITHOUT_INPUT
+    source = ALPACA_WITH_INPUT + ALPACA_WITHOUT_INPUT
 
     def __init__(self, tokenizer: Any) -> None:
         self.stop_token_id = eos_token_id(tokenizer)
@@ -88,7 +88,7 @@ class AlpacaPrompts:
             return Fault("", f"the Alpaca text has one question and one answer; this row has {_described(row)}")
         fields, marked = _marked(row, self._control_tokens)
         user, assistant = fields.messages
-        text = _WITH_INPUT if user.input else _WITHOUT_INPUT
+        text = ALPACA_WITH_INPUT if user.input else ALPACA_WITHOUT_INPUT
         return [Turn(text.format(instruction=user.content, input=user.input), assistant.content, marked)]
 
 

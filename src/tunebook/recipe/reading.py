@@ -33,10 +33,11 @@ CHECKPOINTING_ALIASES = {
 }
 
 
-def load_recipe(path: str, overrides: Sequence[str] = (), check_places: bool = True) -> Recipe:
+def load_recipe(path: str, overrides: Sequence[str] = (), was_run: bool = False) -> Recipe:
     """Read a recipe file and the `section.key=value` overrides laid over it.
 
-    `check_places` is for a recipe that is to be run; what came out of a run can be used when its data is gone.
+    `was_run` is for the recipe in a run folder, which was accepted then: what came out can be used when its data is
+    gone, or something else stands at its places.
 
     Raises Refused with every problem found, in the order of the text: unknown, duplicate and missing keys, wrong types,
     values out of range, keys that break a promise, contradictions, models and data that are not where they should be.
@@ -44,8 +45,9 @@ def load_recipe(path: str, overrides: Sequence[str] = (), check_places: bool = T
     source = read_source(path, overrides)
     sections = _read_sections(source)
     notes = _take_aliases(source, sections)
-    source.problems += find_contradictions(sections, source)
-    source.problems += _find_missing_places(sections, source) if check_places else []
+    if not was_run:
+        source.problems += find_contradictions(sections, source)
+        source.problems += _find_missing_places(sections, source)
     notes += _take_precision(sections)
     if source.problems:
         raise Refused(sorted(source.problems, key=lambda problem: _text_order(problem, path)))

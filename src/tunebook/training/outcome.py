@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import TrainerState
 
 from tunebook.adapter import exported_tensors, tensor_sha256, write_adapter
+from tunebook.card_files import write_run_cards
 from tunebook.data.prepare import write_quarantine
 from tunebook.errors import Interrupted, TrainingFailed
 from tunebook.training.agreement import check_replicas
@@ -108,10 +109,18 @@ class Record:
         share = exact_share(before, self._run)
         self.summary = replace(self.summary, eval_loss_before=before.loss, exact_match_before=share)
 
-    def complete(self, trainer: Training, after: HeldOut) -> None:
-        """Write the summary of the finished run; every process takes part in its sums."""
-        self.summary = complete_summary(self.summary, self._run, trainer, self._memory, after)
+    def complete(self, trainer: Training, after: HeldOut) -> tuple[str, ...]:
+        """Write the card and the summary of the finished run; every process takes part in its sums.
+
+        Returns rank 0's notes for the user.
+        """
+        run = self._run
+        notes: tuple[str, ...] = ()
+        self.summary = complete_summary(self.summary, run, trainer, self._memory, after)
+        if run.world.is_main:
+            notes = write_run_cards(run.recipe, run.plan, self.summary)
         self._write()
+        return notes
 
     def _write(self) -> None:
         if self._run.world.is_main:

@@ -34,7 +34,7 @@ def train(run: ReadyRun, checkpoint: Checkpoint | None = None) -> RunResult:
         trainer.train_on(checkpoint)
         after = measure_held_out(trainer, run)
         notes = write_adapter_on_main(run, trainer.model)
-        record.complete(trainer, after)
+        notes += record.complete(trainer, after)
     return RunResult(run, record.summary, before, after, notes)
 
 

@@ -9,8 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from tunebook.adapter import public_base
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted
+from tunebook.places import is_local_data
 from tunebook.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import SUMMARY
@@ -28,8 +30,12 @@ class RunSummary:
     recipe: str
     recipe_sha256: str
     data_fingerprint: str
+    hub_datasets: tuple[str, ...]
+    template: str
+    stop_token_id: int
     model: str
     model_revision: str | None
+    public_base: str | None
     method: str
     compute_dtype: str
     world_size: int
@@ -75,8 +81,12 @@ def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, 
         recipe=recipe.path,
         recipe_sha256=recipe_sha256(recipe),
         data_fingerprint=data.data_fingerprint,
+        hub_datasets=tuple(source.path for source in recipe.data.all_sources() if not is_local_data(source.path)),
+        template=data.template,
+        stop_token_id=data.stop_token_id,
         model=recipe.model.name_or_path,
         model_revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
+        public_base=public_base(recipe),
         method=plan.method,
         compute_dtype=plan.compute_dtype,
         world_size=world.num_processes,

@@ -1,0 +1,170 @@
+"""`tunebook export`: what came out of a run as a folder for others, with nothing of this machine in it."""
+
+import filecmp
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunebook.adapter import public_base
+from tunebook.card import PICTURE, CardFacts
+from tunebook.card_files import CARD, write_card
+from tunebook.checkpoints import step_of
+from tunebook.errors import Problem, Refused
+from tunebook.exported import fill_from_checkpoint
+from tunebook.finished import Finished, open_finished
+from tunebook.licence import find_licence
+from tunebook.loss_picture import read_metrics
+from tunebook.plan_table import build_console, print_notes
+from tunebook.public_text import last_part
+from tunebook.run_folder import read_summary
+from tunebook.writing import explain_unwritten, folder_beside, put_in_place
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported: the folder that holds the weights, the one that was filled, and notes for the user.
+
+    `is_new` is False where the same export stood there already.
+    """
+
+    source: Path
+    folder: Path
+    notes: tuple[str, ...]
+    is_new: bool
+
+
+def export(run_dir: str, out: str | None = None) -> Export:
+    """Write the adapter folder of a run, or of one of its checkpoints, to `out`, whole or not at all.
+
+    By default that is `exports/<run>`, or `exports/<run>-checkpoint-N`. Raises Refused where there is nothing to
+    export, and where the target is no place for it: inside a run folder, a file, or a folder that holds anything else
+    than this very export.
+    """
+    finished = open_finished(run_dir)
+    folder = _target(finished, out)
+    beside = None
+    try:
+        beside = folder_beside(folder)
+        notes = _fill(finished, beside)
+        is_new = not folder.exists() or not any(folder.iterdir())
+        if is_new:
+            put_in_place(beside, folder)
+        elif not _is_same(beside, folder):
+            fix = "Name another folder by --out, or delete that one"
+            raise Refused(Problem("holds something else than this export", fix, str(folder)))
+    except KeyError as error:
+        message = f"run_summary.json or plan.json lacks {error}: this run is of another version of tunebook"
+        raise Refused(Problem(message, "Export it with that version", str(finished.folder))) from error
+    except OSError as error:
+        raise Refused(Problem(explain_unwritten(error, folder), "Make room, or use --out DIR", "--out")) from error
+    finally:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+    return Export(finished.source, folder, notes, is_new)
+
+
+def show_export(run_dir: str, out: str | None) -> None:
+    """Export and print the weights that were chosen, the notes for the user, and the folder."""
+    done, console = export(run_dir, out), build_console()
+    print_notes(done.notes, console)
+    console.print(f"source: {done.source}", markup=False, soft_wrap=True)
+    console.print(f"export: {done.folder}{'' if done.is_new else ' (is there already)'}", markup=False, soft_wrap=True)
+
+
+def facts_of(finished: Finished) -> CardFacts:
+    """Return what the card of a finished run, or of a checkpoint, is made of."""
+    folder, recipe = finished.folder, finished.recipe
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(Problem("cannot be read, and the card is made of it", where=str(folder / "plan.json"))) from error
+    licence = find_licence(recipe, finished.summary.get("model_revision"))
+    if finished.checkpoint is None:
+        return CardFacts(recipe, plan, finished.summary, licence)
+    step = finished.checkpoint.step
+    return CardFacts(recipe, plan, _up_to(finished, step), licence, step)
+
+
+def _up_to(finished: Finished, step: int) -> Mapping[str, Any]:
+    """Return the summary as it would be had the run ended with the checkpoint; what was not measured there is None."""
+    assert finished.checkpoint is not None
+    progress = finished.checkpoint.read_progress()
+    events = read_metrics(finished.folder, step)
+    losses = [event["loss"] for event in events if "loss" in event]
+    here: Mapping[str, Any] = next((event for event in events if event["step"] == step and "eval_loss" in event), {})
+    before, tokens, seconds = progress["before"], progress["tokens"], progress["training_seconds"]
+    total = finished.summary["num_exact_match_rows"] or len(before["answers"])
+    return {
+        **finished.summary,
+        "num_optimizer_steps": step,
+        **{f"{name}_tokens": tokens[name] for name in ("trained", "processed", "padded")},
+        "first_loss": losses[0] if losses else None,
+        "final_loss": losses[-1] if losses else None,
+        "eval_loss_before": before["loss"],
+        "eval_loss": here.get("eval_loss"),
+        "eval_token_accuracy": here.get("eval_token_accuracy"),
+        "num_exact_match_rows": total,
+        "exact_match_before": before["num_exact_matches"] / total if total else None,
+        "exact_match_after": None,
+        "training_seconds": seconds,
+        "tokens_per_second": tokens["trained"] / seconds if seconds else None,
+        "wall_seconds": progress["wall_seconds"],
+        "peak_memory_bytes": None,
+        "adapter_sha256": None,
+    }
+
+
+def _target(finished: Finished, out: str | None) -> Path:
+    """Return the folder to write. Raises Refused where it lies in a run folder, or is a file."""
+    name = finished.folder.absolute().resolve().name
+    if finished.checkpoint is not None:
+        name += f"-checkpoint-{step_of(finished.checkpoint.folder)}"
+    folder = Path(out).expanduser() if out else Path("exports") / name
+    place = folder.resolve()
+    for above in (place, *place.parents):
+        if read_summary(above) is not None:
+            fix = "Name a folder outside of it by --out"
+            raise Refused(Problem(f"lies in the run folder {above}, which an export must not change", fix, str(folder)))
+    if place.exists() and not place.is_dir():
+        raise Refused(Problem("is a file", "Name a folder by --out", str(folder)))
+    return place if folder.is_symlink() else folder
+
+
+def _fill(finished: Finished, folder: Path) -> tuple[str, ...]:
+    notes: tuple[str, ...] = ()
+    if finished.checkpoint is None:
+        # What was put there since, such as the notes of an upload, is not part of it; the card is made anew.
+        left_out = shutil.ignore_patterns(".*", CARD, PICTURE)
+        shutil.copytree(finished.adapter, folder, dirs_exist_ok=True, ignore=left_out, copy_function=shutil.copyfile)
+    else:
+        notes = fill_from_checkpoint(finished, folder, shutil.copyfile)
+    notes = tuple(note for note in notes if "local path" not in note)
+    notes += _name_base(finished, folder)
+    step = None if finished.checkpoint is None else finished.checkpoint.step
+    return notes + write_card(folder, facts_of(finished), read_metrics(finished.folder, step))
+
+
+def _name_base(finished: Finished, folder: Path) -> tuple[str, ...]:
+    """Leave no place of this machine in adapter_config.json; return a note where the base has no public name."""
+    config = folder / "adapter_config.json"
+    summary, recipe = finished.summary, finished.recipe
+    if not config.is_file() or summary.get("public_base", public_base(recipe)) is not None:
+        return ()
+    written = json.loads(config.read_text(encoding="utf-8"))
+    path = written["base_model_name_or_path"]
+    if (shown := last_part(path)) != path:
+        # No name of a model on the Hub looks like this, so that nobody is given a stranger's model of that name.
+        written["base_model_name_or_path"] = path = f"./{shown}"
+        config.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return (f"the adapter names its base {path}, which others do not have; set model.base_id to its public name",)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same files, byte for byte."""
+    files = [
+        sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) for folder in (one, other)
+    ]
+    return files[0] == files[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in files[0])
