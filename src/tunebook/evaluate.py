@@ -229,19 +229,20 @@ def token_loss(model: Any, finished: Finished, prepared: Any, world: World) -> t
     from tunebook.training.batches import eval_batches, join_rows, pad_right, tensors_of
     from tunebook.training.collectives import sum_over_processes
     from tunebook.training.decoding import answering
-    from tunebook.training.loss import summed_token_loss
+    from tunebook.training.head_loss import HeadLoss
 
     recipe = finished.recipe
     collate = join_rows if recipe.data.packing else pad_right
     size = int(recipe.arguments.get("per_device_eval_batch_size", finished.plan.per_device_train_batch_size))
     numbered, total, num_labels = Numbered(prepared), 0.0, 0
-    with answering(model, getattr(torch, finished.plan.compute_dtype)) as bare_model:
+    compute_dtype = finished.plan.compute_dtype
+    with answering(model, getattr(torch, compute_dtype)) as bare_model:
+        head_loss = HeadLoss(bare_model, compute_dtype, recipe.batch.fused_loss == "auto")
         for places in eval_batches(len(numbered), size, world.num_processes, world.rank):
             batch = collate(numbered.__getitems__(places))
             num_labels += batch["num_trained_tokens"]
-            inputs = tensors_of(batch, world.device)
-            labels = inputs.pop("labels")
-            total += float(summed_token_loss(bare_model(**inputs, use_cache=False).logits, labels))
+            targets = tensors_of(batch["targets"], world.device)
+            total += float(head_loss.sums(bare_model, tensors_of(batch, world.device), targets).loss)
     loss, of_all = sum_over_processes([total, num_labels], world.device)
     return loss / max(of_all, 1), int(of_all)
 
