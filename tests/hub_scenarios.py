@@ -1,7 +1,7 @@
 """Pushes of one finished run, each against a loopback Hub that fails in another way; what came of them as JSON.
 
-python hub_scenarios.py PLACE OUT lfs|xet|clock|xet-clock: the real client in one process, since it reads its settings
-when it is imported. Seconds pass twenty times as fast, but not by the clock.
+python hub_scenarios.py PLACE OUT lfs|waits|xet|clock|xet-clock: the real client in one process, since it reads its
+settings when it is imported. Seconds pass twenty times as fast, but not by the clock.
 """
 
 import io
@@ -63,6 +63,15 @@ LFS: dict[str, list[Fault]] = {
     "the Hub lost a file": [Fault(PATHS, 200, body=[])],
     "the Hub shows it late": [Fault(PATHS, 503, times=2)],
 }
+WAITS = (
+    "create 409, busy for ever",
+    "create hangs",
+    "create drips",
+    "batch 500 for ever",
+    "upload cut for ever",
+    "upload hangs",
+    "commit hangs",
+)
 XET: dict[str, list[Fault]] = {
     "create 403": LFS["create 403"],
     "preupload 500 for ever": [Fault(PREUPLOAD, 500)],
@@ -73,6 +82,7 @@ XET: dict[str, list[Fault]] = {
     "token cut": [Fault(XET_TOKEN, cut_after=0)],
     "storage away": [],
     "storage 500": [Fault("[A-Z]+ /cas.*", 500)],
+    "storage hangs": [Fault("[A-Z]+ /cas.*", hang=60)],
     "storage 403": [Fault("[A-Z]+ /cas.*", 403)],
 }
 XET_SMALL = (
@@ -141,9 +151,8 @@ def main(place: str, out: str, kind: str) -> None:
     if "clock" not in kind:
         run_faster()
     pushing = Pushing(hub, Path("runs/recipe"))
-    {"lfs": push_through_lfs, "xet": push_through_xet, "clock": push_by_the_clock, "xet-clock": push_by_the_clock}[
-        kind
-    ](pushing)
+    pushes = {"lfs": push_through_lfs, "waits": push_and_wait, "xet": push_through_xet}
+    pushes.get(kind, push_by_the_clock)(pushing)
     pushing.told["problems"] = hub.problems
     Path(out).write_text(json.dumps(pushing.told, indent=1))
 
@@ -177,8 +186,8 @@ def push_through_lfs(pushing: Pushing) -> None:
     hub.multipart = True
     pushing.push("in parts", [])
     hub.multipart = False
-    for name, faults in LFS.items():
-        pushing.push(name, faults)
+    for name in sorted(set(LFS) - set(WAITS)):
+        pushing.push(name, LFS[name])
     pushing.push("again after a failure", [], repo=pushing.told["commit 403"]["repo"])
     os.environ["HF_TOKEN"] = TOKEN + "ü"
     pushing.push("a token of other letters", [])
@@ -194,6 +203,11 @@ def push_through_lfs(pushing: Pushing) -> None:
     pushing.push("nothing listens", [])
     constants.ENDPOINT = "http://no-such-host.invalid"
     pushing.push("no such host", [])
+
+
+def push_and_wait(pushing: Pushing) -> None:
+    for name in WAITS:
+        pushing.push(name, LFS[name])
 
 
 def push_through_xet(pushing: Pushing) -> None:

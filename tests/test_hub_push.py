@@ -59,6 +59,7 @@ UNPUBLISHED_XET = {
     "token cut": "the storage of the Hub can't be reached",
     "storage away": "the storage of the Hub can't be reached",
     "storage 500": "the Hub answers with an error of its own, 500",
+    "storage hangs": "the Hub does not answer",
     "storage 403": "the token may not write there",
     "commit 401": "the Hub does not accept the token",
     "commit 403": "the token may not write there",
@@ -95,10 +96,12 @@ def finish(started: tuple[subprocess.Popen, Path], seconds: float = 180) -> dict
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """Both sets at once: they mostly wait."""
+    """All sets at once: they mostly wait."""
     folder = tmp_path_factory.mktemp("hub")
-    started = {kind: start(kind, folder) for kind in ("lfs", "xet")}
-    return {kind: finish(one) for kind, one in started.items()}
+    started = {kind: start(kind, folder) for kind in ("lfs", "waits", "xet")}
+    done = {kind: finish(one) for kind, one in started.items()}
+    problems = done["lfs"]["problems"] + done["waits"]["problems"]
+    return {"lfs": done["waits"] | done["lfs"] | {"problems": problems}, "xet": done["xet"]}
 
 
 def every(told: dict) -> list[tuple[str, dict]]:

@@ -65,6 +65,7 @@ ORDER = [
     "run_folder",
     "hub_client",
     "hub_files",
+    "hub_traffic",
     "hub_push",
     "publishing",
     "data.conversation",

@@ -25,11 +25,10 @@ MOST_TRIES = 6
 PAUSES = (1.0, 2.0, 4.0, 8.0, 8.0)
 # hf_xet sends from threads of its own, which no hook sees; by itself it would try for six minutes.
 XET_LIMITS = {
-    "HF_XET_CLIENT_RETRY_MAX_DURATION": "40s",
+    "HF_XET_CLIENT_RETRY_MAX_DURATION": "60s",
     "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "5",
     "HF_XET_CLIENT_RETRY_BASE_DELAY": "2s",
     "HF_XET_CLIENT_CONNECT_TIMEOUT": "10s",
-    "HF_XET_CLIENT_READ_TIMEOUT": "30s",
 }
 
 PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tunebook.data.cache import file_sha256
 from tunebook.errors import Problem, Refused
 from tunebook.hub_client import LATER, LOGIN, Failure, HubFailed, Patience, bounded_client, explain
 from tunebook.hub_files import HubFile
+from tunebook.hub_traffic import Traffic
 from tunebook.recipe.schema import HubSection
 
 MAIN = "main"
@@ -133,7 +135,7 @@ def _is_same(file: HubFile, there: Any) -> bool:
 def watched(call: Callable[[], Answer], patience: Patience) -> Answer:
     """Return what `call` does in a thread of its own, which is left behind where it hangs. Raises HubFailed then.
 
-    hf_xet sends files without telling: while that is in use the limits are its own.
+    hf_xet sends files without telling, so for that the traffic of this process is looked at.
     """
     from huggingface_hub.utils._runtime import is_xet_available
 
@@ -146,12 +148,16 @@ def watched(call: Callable[[], Answer], patience: Patience) -> Answer:
         except BaseException as error:
             errors.append(error)
 
+    traffic = Traffic() if is_xet_available() else None
     thread = threading.Thread(target=work, name="hub", daemon=True)
     thread.start()
     try:
         while thread.is_alive():
             thread.join(POLL_SECONDS)
-            if thread.is_alive() and patience.hangs and not is_xet_available():
+            if traffic is not None and traffic.moved():
+                patience.last_sign = time.monotonic()
+            if thread.is_alive() and patience.hangs:
+                _stop_xet()
                 raise HubFailed(Failure("the Hub does not answer", LATER))
     except KeyboardInterrupt:
         _stop_xet()
