@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import Refused
+from tunebook.hub_client import cleaned
 from tunebook.hub_files import HubFile, find_leaks, list_files, render_public_recipe
 from tunebook.hub_push import why_not_writable
 from tunebook.publishing import check_run, publish_by_hand
@@ -117,6 +118,9 @@ def test_what_is_no_finished_run_is_refused(run, tmp_path):
     write_summary(run, status="failed")
     assert "the run is failed" in refusal(run)
     write_summary(run)
+    (run / "mine.yaml").write_text("model: [")
+    assert "cannot be read as YAML" in refusal(run)
+    (run / "mine.yaml").write_text(RECIPE)
     assert "--repo: 'run'" in refusal(run, HubSection(repo="run"))
     assert "--revision" in refusal(run, HubSection(repo="me/run", revision="a..b"))
     (run / "adapter" / "adapter_model.safetensors").unlink()
@@ -137,6 +141,8 @@ def test_a_base_without_a_public_name_is_refused(run):
 def test_the_command_line_goes_before_the_recipe(run, capsys):
     with pytest.raises(Refused, match="--repo: is missing"):
         publish_by_hand(str(run), None, False, None, True)
+    with pytest.raises(Refused, match="--repo: is missing"):
+        publish_by_hand(str(run), "", False, "", True)
     (run / "mine.yaml").write_text(RECIPE + "hub: {repo: me/kept, private: true, revision: v1}\n")
     for repo, private, said in (
         (None, False, "me/kept (private, branch v1)"),
@@ -165,3 +171,10 @@ def test_who_may_write_where(repo, role, reason):
     orgs = [{"name": "team", "roleInOrg": "contributor"}, {"name": "seen", "roleInOrg": "read"}]
     user = {"name": "me", "orgs": orgs, "auth": {"accessToken": {"role": role}}}
     assert (reason in why_not_writable(user, repo)) and bool(why_not_writable(user, repo)) == bool(reason)
+
+
+def test_what_others_say_is_told_without_tokens_and_signatures(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "not-in-the-usual-form")
+    said = "no\n https://me:secret@storage.example/x?signature=1 not-in-the-usual-form hf_abcdefgh " + "x" * 300
+    told = cleaned(said)
+    assert told.startswith("no https://storage.example/x *** hf_*** xxx") and len(told) == 200

@@ -270,7 +270,7 @@ def cleaned(said: str) -> str:
     token = _token()
     text = said.replace(token, "***") if token else said
     text = re.sub(r"\b(hf|api_org)_\w{6,}", r"\1_***", text)
-    text = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", text)
+    text = re.sub(r"(https?://)[^/\s@]+@", r"\1", re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", text))
     text = " ".join(text.split())
     return text if len(text) <= 200 else f"{text[:197]}..."
 

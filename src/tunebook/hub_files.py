@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from tunebook.errors import Problem, Refused
 from tunebook.places import is_local
@@ -45,7 +46,10 @@ def read_run_recipe(folder: Path) -> tuple[str, dict[str, Any]]:
     found = sorted(folder.glob("*.yaml"))
     if len(found) != 1:
         raise Refused(Problem(f"{len(found)} recipes are there, and a run has one", where=str(folder)))
-    values = YAML(typ="safe", pure=True).load(found[0].read_text(encoding="utf-8"))
+    try:
+        values = YAML(typ="safe", pure=True).load(found[0].read_text(encoding="utf-8"))
+    except (YAMLError, ValueError) as error:
+        raise Refused(Problem("cannot be read as YAML", where=str(found[0]))) from error
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise Refused(Problem("is no recipe of a run", where=str(found[0])))
     return found[0].stem, values

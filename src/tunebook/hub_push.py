@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tunebook.data.cache import file_sha256
 from tunebook.errors import Problem, Refused
-from tunebook.hub_client import LATER, LOGIN, Failure, HubFailed, Patience, bounded_client, explain
+from tunebook.hub_client import LATER, LOGIN, Failure, HubFailed, Patience, bounded_client, cleaned, explain
 from tunebook.hub_files import HubFile
 from tunebook.hub_traffic import Traffic
 from tunebook.recipe.schema import HubSection
@@ -73,10 +73,11 @@ def push(files: list[HubFile], hub: HubSection) -> Published:
     """
     from huggingface_hub import HfApi, get_token
 
-    if get_token() is None:
+    token = get_token()
+    if token is None:
         raise HubFailed(Failure("there is no token of the Hub on this machine", LOGIN))
     patience = Patience()
-    api = HfApi(library_name="tunebook")
+    api = HfApi(token=token, library_name="tunebook")
     with bounded_client(patience):
         return watched(lambda: _push(api, patience, files, hub), patience)
 
@@ -94,7 +95,7 @@ def _push(api: Any, patience: Patience, files: list[HubFile], hub: HubSection) -
     before = tried(lambda: api.repo_info(hub.repo, revision=branch)).sha
     commit = tried(lambda: _commit(api, files, hub.repo, branch))
     tried(lambda: _check_there(api, files, hub.repo, commit))
-    url = f"{api.endpoint}/{hub.repo}" + ("" if branch == MAIN else f"/tree/{branch}")
+    url = f"{cleaned(api.endpoint)}/{hub.repo}" + ("" if branch == MAIN else f"/tree/{branch}")
     return Published(url, commit, commit != before)
 
 

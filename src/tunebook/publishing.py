@@ -9,7 +9,7 @@ from typing import Any
 
 from tunebook.command_line import command_name
 from tunebook.errors import EXIT_DONE, EXIT_UNPUBLISHED, NotPublished, Problem, Refused
-from tunebook.hub_client import Failure, HubFailed
+from tunebook.hub_client import Failure, HubFailed, explain
 from tunebook.hub_files import HubFile, check_base_named, find_leaks, list_files, read_run_recipe, render_public_recipe
 from tunebook.hub_push import check_token, push
 from tunebook.plan import Plan
@@ -50,9 +50,11 @@ def publish_finished(recipe: Recipe, plan: Plan, world: World) -> None:
     try:
         publish_run(folder, recipe.hub)
     except Refused as refused:
-        problem = refused.problems[0]
-        failure = Failure(f"{problem.where}: {problem.message}".removeprefix(": "), problem.fix)
+        said = [f"{problem.where}: {problem.message}".removeprefix(": ") for problem in refused.problems]
+        failure = Failure("; ".join(said), refused.problems[0].fix)
         raise NotPublished(_note_failure(folder, recipe.hub, failure)) from None
+    except (OSError, ValueError) as error:  # the run's own files
+        raise NotPublished(_note_failure(folder, recipe.hub, explain(error))) from None
 
 
 def publish_run(folder: Path, hub: HubSection, dry_run: bool = False) -> None:
@@ -114,10 +116,10 @@ def publish_by_hand(run_dir: str, repo: str | None, private: bool, revision: str
     said: dict[str, Any] = {}
     if read_summary(folder) is not None:
         said = read_run_recipe(folder)[1].get("hub") or {}
-    if repo is None and not said.get("repo"):
+    if not repo and not said.get("repo"):
         raise Refused(Problem("is missing, and the run's recipe names no repository", "Add --repo me/name", "--repo"))
-    same = repo in (None, said.get("repo"))  # privacy and branch were said of that repository
-    given: dict[str, Any] = {"repo": repo or said["repo"], "private": private, "revision": revision}
+    same = not repo or repo == said.get("repo")  # privacy and branch were said of that repository
+    given: dict[str, Any] = {"repo": repo or said["repo"], "private": private, "revision": revision or None}
     if same:
         given["private"] = private or bool(said.get("private"))
         given["revision"] = revision or said.get("revision")
