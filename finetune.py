@@ -27,6 +27,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import tokenizer_of
     from tunebook.process_group import process_group
+    from tunebook.publishing import check_publishing, publish_finished
     from tunebook.training.ending import is_finished, show_result
     from tunebook.training.ready import build_run
     from tunebook.training.run import train
@@ -36,13 +37,13 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     data = prepare_data(recipe, tokenizer)
     plan = plan_with_data(plan, data, world)
     with process_group(world, recipe.ddp_timeout):
-        if is_finished(recipe, plan, world, tokenizer, data, command.fresh):
-            return
-        start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
-        run = build_run(recipe, plan, world, tokenizer, data)
-        with hold_run_folder(plan, recipe, world, start.identity, start.keep):
-            result = train(run, start.checkpoint)
-    show_result(result, plan, world)
+        check_publishing(recipe, world)
+        if not is_finished(recipe, plan, world, tokenizer, data, command.fresh):
+            start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
+            run = build_run(recipe, plan, world, tokenizer, data)
+            with hold_run_folder(plan, recipe, world, start.identity, start.keep):
+                show_result(train(run, start.checkpoint), plan, world)
+    publish_finished(recipe, plan, world)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,14 @@ def say(what: str) -> None:
     print(f"[fault] rank {os.environ.get('RANK', '0')} {what}", file=sys.stderr, flush=True)
 
 
+def ask_loopback_hub() -> None:
+    """Take the Hub of HF_ENDPOINT for the one there is, which a client that is imported already would not."""
+    from huggingface_hub import constants
+
+    constants.ENDPOINT = os.environ["HF_ENDPOINT"]
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
+
+
 def send_own_signal() -> None:
     name = os.environ["FAULT_SIGNAL"]
     say(name)

@@ -170,7 +170,6 @@ def test_flat_keys_are_told_their_section(recipe, line, place):
 
 def test_unknown_sections_are_refused(recipe):
     assert "training" in only_problem(recipe(text=BASE + "trainig: {seed: 1}\n"))
-    assert "hf upload" in only_problem(recipe(text=BASE + "hub: {repo: me/x}\n"))
 
 
 # Y07: duplicate keys

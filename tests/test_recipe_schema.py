@@ -126,7 +126,8 @@ def test_what_the_reader_takes_the_schema_takes(validator, tmp_path, section, ke
         ("data", "max_length", 1),
         ("data", "validation", 1.0),
         ("data", "sources", []),
-        ("hub", "repo", "a/b"),
+        ("hub", "repository", "a/b"),
+        ("hub", "private", "so"),
     ],
 )
 def test_what_the_schema_marks_the_reader_refuses(validator, tmp_path, section, key, value):

@@ -8,7 +8,7 @@ from typer.exceptions import TyperException
 
 from tunebook import __version__
 from tunebook.command_line import read_command
-from tunebook.errors import EXIT_REFUSED, Problem, Refused
+from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Problem, Refused
 from tunebook.launch_files import Kind, check_job, render_launch_file
 from tunebook.planning import plan_without_data, prepare_ahead
 from tunebook.recipe.reading import load_recipe, placed_in
@@ -89,6 +89,20 @@ def export(
     show_export(run, out)
 
 
+@app.command(help="Publish a finished run on the Hugging Face Hub; what is there already is not sent again.")
+def push(
+    run: Annotated[str, typer.Argument(help="The run folder, for example runs/tiny_qlora.")],
+    repo: Annotated[str | None, typer.Option("--repo", help="owner/name; the recipe's hub.repo if left out.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Seen by its owners alone.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="The branch; main if left out.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go, and send nothing.")] = False,
+) -> None:
+    """Print where the run is, or what would go there."""
+    from tunebook.publishing import publish_by_hand
+
+    publish_by_hand(run, repo, private, revision, dry_run)
+
+
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")
 def new(
     target: Annotated[str, typer.Argument(help="The recipe to write, for example recipes/mine.yaml.")],
@@ -119,6 +133,9 @@ def main() -> None:
     except Refused as refused:
         print(refused, file=sys.stderr)
         code = EXIT_REFUSED
+    except NotPublished as unpublished:
+        print(unpublished, file=sys.stderr)
+        code = EXIT_UNPUBLISHED
     except TyperException as error:
         if error.format_message():  # none where the help was the answer
             problem = Problem(error.format_message().rstrip("."), "tunebook --help", "command line")

@@ -2,8 +2,12 @@
 
 import math
 import os
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -115,3 +119,12 @@ def _without_plan(option: str) -> str:
     if option == "--num-processes":
         return "Add --plan, or start N processes: accelerate launch --num_processes N finetune.py RECIPE"
     return "Add --plan"
+
+
+def command_name() -> str:
+    """Return `tunebook` as it can be typed here: by its path where the environment it is in is not activated."""
+    if shutil.which("tunebook"):
+        return "tunebook"
+    beside = Path(sys.executable).parent / "tunebook"
+    here = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
+    return shlex.quote(str(here))

@@ -9,9 +9,11 @@ from tunebook.command_line import Command, read_command
 from tunebook.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_UNPUBLISHED,
     LAUNCHER_NOTICES_SECONDS,
     PEER_ENDED,
     Interrupted,
+    NotPublished,
     Refused,
     TrainingFailed,
     is_peer_gone,
@@ -26,8 +28,9 @@ SECONDS_FOR_RANK_0 = 2.0
 def run_rank(story: Callable[[Command], None]) -> None:
     """Run `story` with the command line; a refusal ends in exit code 2, a failure that is understood in 1.
 
-    Neither shows a traceback. An error that is not understood keeps its traceback, which is all there is to go by. A
-    signal ends it in 75: at once before training, after a checkpoint was saved in it.
+    What was trained and could not be published ends in 3. None of them shows a traceback. An error that is not
+    understood keeps its own, which is all there is to go by. A signal ends it in 75: at once before training, after a
+    checkpoint was saved in it.
     """
     watch_signals()
     try:
@@ -39,6 +42,9 @@ def run_rank(story: Callable[[Command], None]) -> None:
             _tell_launcher(failure)
         say_failed(failure, int(os.environ.get("RANK", "0")))
         sys.exit(EXIT_FAILED)
+    except NotPublished as unpublished:
+        print(unpublished, file=sys.stderr, flush=True)  # rank 0 alone publishes
+        sys.exit(EXIT_UNPUBLISHED)
     except Interrupted as interrupted:
         if os.environ.get("RANK", "0") == "0":
             print(interrupted, file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from typing import Literal
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_UNPUBLISHED = 3
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again may succeed
 
 # What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
@@ -77,6 +78,13 @@ class TrainingFailed(RuntimeError):
     def __init__(self, message: str, befell: Literal["all", "this rank", "another rank"] = "all") -> None:
         self.befell = befell
         super().__init__(message)
+
+
+class NotPublished(RuntimeError):
+    """Everything is trained and on disk, and the Hub has not taken it. Ends the process with exit code 3.
+
+    The message says why, what helps, where the adapter is and the command that tries again.
+    """
 
 
 class Interrupted(BaseException):

@@ -40,8 +40,8 @@ def create_recipe(target: str, source: str, model: str) -> None:
     """
     origin = find_source(source)
     check_target(Path(target))
-    # A revision and a public name belong to the other model.
-    overrides = [f"model.name_or_path={json.dumps(model)}", "model.revision=null", "model.base_id=null"]
+    # A revision, a public name and a repository belong to the other model.
+    overrides = [f"model.name_or_path={json.dumps(model)}", "model.revision=null", "model.base_id=null", "hub=null"]
     recipe = load_recipe(str(origin), overrides)
     plan = build_plan(recipe, world_of(1, "cuda"))
     look = look_at_model(recipe)

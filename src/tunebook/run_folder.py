@@ -202,6 +202,16 @@ def check_free(folder: Path) -> None:
             _hold(lock.fileno(), folder)
 
 
+@contextmanager
+def hold_finished(folder: Path) -> Iterator[None]:
+    """Hold a finished run's folder, so that no run takes it away meanwhile. Raises Refused where one is going on."""
+    with ExitStack() as held:
+        with suppress(OSError):  # somebody else's folder, which can only be read
+            lock = held.enter_context((folder / LOCK).open("a"))
+            _hold(lock.fileno(), folder)
+        yield
+
+
 def _hold(lock: int, folder: Path) -> None:
     try:
         # Released by the system however the process ends, so a killed run never blocks the next one.

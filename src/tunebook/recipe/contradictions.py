@@ -10,6 +10,7 @@ from tunebook.errors import Problem
 from tunebook.places import is_local, is_local_data
 from tunebook.recipe.checking import Report, Sections, Undecided
 from tunebook.recipe.data_checks import DATA_CHECKS
+from tunebook.recipe.hub_checks import HUB_CHECKS
 from tunebook.recipe.lora_checks import LORA_CHECKS
 from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES
 from tunebook.recipe.source import Source
@@ -254,6 +255,7 @@ def _check_packages(sections: Sections, report: Report) -> None:
 CHECKS = (
     *LORA_CHECKS,
     *DATA_CHECKS,
+    *HUB_CHECKS,
     _check_bits,
     _check_frozen_base,
     _check_precision,

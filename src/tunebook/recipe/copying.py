@@ -24,8 +24,8 @@ def render_copy(text: str, model: str, title: str) -> str:
     """Return the text of an accepted recipe for another model.
 
     `model.name_or_path` becomes `model`, the first line's comment becomes `title` (one is put there if the text has
-    none), and what the model section says of the other model alone (revision, base_id) goes with its lines. All else,
-    comments and spacing included, stays byte for byte.
+    none), and what is about the other model alone (its revision and base_id, the hub section) goes with its lines.
+    All else, comments and spacing included, stays byte for byte.
     """
     root = YAML(typ="safe", pure=True).compose(text)
     section = _child(root, "model")
@@ -41,10 +41,29 @@ def render_copy(text: str, model: str, title: str) -> str:
             first = text.rindex("\n", 0, key_node.start_mark.index) + 1
             following = text.find("\n", value_node.end_mark.index)
             edits.append((first, len(text) if following < 0 else following + 1, ""))
+    edits += _without_hub(root, text)
     for first, last, new in sorted(edits, reverse=True):
         text = text[:first] + new + text[last:]
     head, _, rest = text.partition("\n")
     return f"{title}\n{rest}" if head.startswith("#") else f"{title}\n{text}"
+
+
+def _without_hub(root: Node, text: str) -> list[tuple[int, int, str]]:
+    """Return the edit that takes the hub section out: the repository is the other model's."""
+    assert isinstance(root, MappingNode)
+    for key_node, value_node in root.value:
+        if key_node.value != "hub":
+            continue
+        if root.flow_style:
+            return [(value_node.start_mark.index, value_node.end_mark.index, "null")]
+        # A block ends where the next one begins; what stands between, comments and blank lines, is not its own.
+        last = value_node
+        while isinstance(last, MappingNode) and not last.flow_style and last.value:
+            last = last.value[-1][1]
+        following = text.find("\n", last.end_mark.index)
+        first = text.rfind("\n", 0, key_node.start_mark.index) + 1
+        return [(first, len(text) if following < 0 else following + 1, "")]
+    return []
 
 
 def _padded(new: str, text: str, start: int, end: int) -> str:

@@ -47,6 +47,9 @@ def check_hand_loop(recipe: Recipe) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         fix = "Start it with accelerate_configs/ddp.yaml, or train with finetune.py"
         problems.append(Problem("train_ddp.py shards nothing: it is DDP by hand", fix, "ACCELERATE_USE_FSDP"))
+    if recipe.hub is not None:
+        fix = "Add hub=null, and publish the finished run with `tunebook push`"
+        problems.append(Problem("train_ddp.py publishes nothing", fix, recipe.path, "hub.repo"))
     if problems:
         raise Refused(problems)
 

@@ -27,6 +27,7 @@ TITLES: Final[Mapping[str, str]] = {
     "lora": "The adapter that is trained; leave the section out for full fine-tuning.",
     "data": "The rows, and how they become labelled tokens.",
     "training": "How it is trained: the keys of TrainingArguments, and a few of tunebook.",
+    "hub": "Where the run is published when it has ended; leave the section out and nothing ever is.",
 }
 
 

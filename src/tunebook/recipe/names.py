@@ -10,13 +10,18 @@ from typing import Any
 from pydantic import BaseModel
 
 from tunebook.recipe.rules import GONE, REFUSED, REFUSED_LORA, RENAMED
-from tunebook.recipe.schema import BatchSection, DataSection, ModelSection
+from tunebook.recipe.schema import BatchSection, DataSection, HubSection, ModelSection
 from tunebook.recipe.upstream import installed, lora_keys, quantization_keys, training_keys
 
-SECTIONS = ("model", "quantization", "lora", "data", "training")
+SECTIONS = ("model", "quantization", "lora", "data", "training", "hub")
 # data needs a path or sources, which is checked where both can be seen.
-REQUIRED = {"model": "name_or_path"}
-OWN: Mapping[str, type[BaseModel]] = {"model": ModelSection, "data": DataSection, "training": BatchSection}
+REQUIRED = {"model": "name_or_path", "hub": "repo"}
+OWN: Mapping[str, type[BaseModel]] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "training": BatchSection,
+    "hub": HubSection,
+}
 
 
 def refused_keys(section: str) -> Mapping[str, tuple[str, str]]:
@@ -45,9 +50,6 @@ class Explained:
 
 def explain_unknown_section(name: str) -> Explained:
     """Return what is wrong with a top-level key that is no section, and what to write."""
-    if name == "hub":
-        fix = "Remove it; upload runs/NAME/adapter with `hf upload`"
-        return Explained("publishing from a recipe is not there yet", fix)
     found = _elsewhere(name)
     if found:
         return found

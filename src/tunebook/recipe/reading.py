@@ -23,7 +23,7 @@ from tunebook.recipe.names import (
     known_keys,
 )
 from tunebook.recipe.rules import RANGES
-from tunebook.recipe.schema import BatchSection, DataSection, ModelSection, Recipe
+from tunebook.recipe.schema import BatchSection, DataSection, HubSection, ModelSection, Recipe
 from tunebook.recipe.source import Source, read_source
 from tunebook.recipe.values import WrongValue, read_value, shown
 
@@ -51,10 +51,11 @@ def load_recipe(path: str, overrides: Sequence[str] = (), was_run: bool = False)
     notes += _take_precision(sections)
     if source.problems:
         raise Refused(sorted(source.problems, key=lambda problem: _text_order(problem, path)))
-    own = {name: kind(**_own_part(sections.get(name), kind)) for name, kind in OWN.items()}
+    own = {name: kind(**_own_part(sections.get(name), kind)) for name, kind in OWN.items() if name != "hub"}
     model, data, batch = own["model"], own["data"], own["training"]
     assert isinstance(model, ModelSection) and isinstance(data, DataSection) and isinstance(batch, BatchSection)
     training = sections.get("training") or {}
+    hub = None if sections.get("hub") is None else HubSection(**sections["hub"] or {})
     return Recipe(
         path=path,
         stem=Path(path).stem,
@@ -67,7 +68,8 @@ def load_recipe(path: str, overrides: Sequence[str] = (), was_run: bool = False)
         resolved=_resolved(sections, model, data),
         overridden=frozenset(source.overridden),
         places=dict(source.places),
-        notes=tuple(notes),
+        notes=tuple(notes + ([] if hub is None else [f"the run is published as {hub.repo} when it has ended"])),
+        hub=hub,
     )
 
 
@@ -114,8 +116,11 @@ def _read_sections(source: Source) -> dict[str, dict[str, Any] | None]:
             _add(source, name, f"got {shown(value)}, expected a section", "Write `key: value` lines below it")
     if source.values or not source.problems:
         for name, key in REQUIRED.items():
+            if name == "hub" and not isinstance(source.values.get("hub"), dict):
+                continue  # a recipe need not publish
             if not _written(source, name, key) and not {name, f"{name}.{key}"} & source.undecided:
-                _add(source, f"{name}.{key}", "is missing", "A recipe names its model and its data")
+                fix = "A recipe names its model and its data" if name == "model" else "Write owner/name"
+                _add(source, f"{name}.{key}", "is missing", fix)
     return sections
 
 
@@ -222,6 +227,7 @@ def _resolved(sections: dict[str, dict[str, Any] | None], model: ModelSection, d
         "lora": sections.get("lora"),
         "data": _written_data(data, left_out),
         "training": sections.get("training") or {},
+        "hub": sections.get("hub"),
     }
     return {name: section for name, section in full.items() if section is not None}
 

@@ -46,12 +46,12 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "use_cache": ("a cache of keys and values has no use in training", "Remove it"),
     "bf16_full_eval": ("evaluation computes in the type that training does", "Set model.dtype"),
     "fp16_full_eval": ("evaluation computes in the type that training does", "Set model.dtype"),
-    "push_to_hub": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
-    "hub_model_id": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
-    "hub_strategy": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
-    "hub_private_repo": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
-    "hub_always_push": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
-    "hub_revision": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
+    "push_to_hub": ("a section of its own says what is published", "Write `hub: {repo: me/name}`"),
+    "hub_model_id": ("a section of its own says what is published", "Write `hub: {repo: me/name}`"),
+    "hub_strategy": ("a run is published once, when it has ended", "Remove it; hub.repo says where"),
+    "hub_private_repo": ("a section of its own says what is published", "Write hub.private: true"),
+    "hub_always_push": ("a run is published once, when it has ended", "Remove it; hub.repo says where"),
+    "hub_revision": ("a section of its own says what is published", "Write hub.revision: a branch"),
 }
 
 # LoraConfig's arguments that a recipe cannot set.

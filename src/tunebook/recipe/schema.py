@@ -128,15 +128,23 @@ class BatchSection(Section):
     )
 
 
+class HubSection(Section):
+    """Where a finished run is published; without the section nothing ever is."""
+
+    repo: str = Field(min_length=1, description="The repository on the Hub: owner/name. It is made where it is absent.")
+    private: bool = Field(False, description="Seen by its owners alone; an existing public one is refused.")
+    revision: str | None = Field(None, min_length=1, description="The branch that is pushed to; main by default.")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """An accepted recipe. Everything in it has been checked, as far as that goes without importing torch.
 
     `arguments`, `quantization` and `lora` hold what the author wrote for TrainingArguments, BitsAndBytesConfig and
-    LoraConfig, by their own names; `quantization` or `lora` is None where the section is absent. `resolved` is the
-    whole recipe as nested plain values, which read again give the same recipe. `overridden` names the dotted keys that
-    came from the command line, `places` says where each key was written (`recipes/x.yaml:12`). `notes` are things the
-    author should know, one line each.
+    LoraConfig, by their own names; `quantization`, `lora` or `hub` is None where the section is absent. `resolved` is
+    the whole recipe as nested plain values, which read again give the same recipe. `overridden` names the dotted keys
+    that came from the command line, `places` says where each key was written (`recipes/x.yaml:12`). `notes` are things
+    the author should know, one line each.
     """
 
     path: str
@@ -151,6 +159,7 @@ class Recipe:
     overridden: frozenset[str] = frozenset()
     places: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    hub: HubSection | None = None
 
     @property
     def seed(self) -> int:

@@ -1,11 +1,10 @@
 """How a run ends for the person who started it: what was learned, where it is, and what to type next."""
 
 import shlex
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+from tunebook.command_line import command_name
 from tunebook.data.prepare import PreparedData
 from tunebook.plan import Plan
 from tunebook.plan_table import build_console, print_notes
@@ -51,13 +50,4 @@ def is_finished(  # noqa: PLR0913, PLR0917 - what a run is made of
 
 
 def _render_places(adapter_dir: str, run_dir: str) -> str:
-    return f"adapter: {Path(adapter_dir)}\nnext:    {_command_name()} chat {shlex.quote(str(Path(run_dir)))}"
-
-
-def _command_name() -> str:
-    """Return `tunebook` as it can be typed here: by its path where the environment it is in is not activated."""
-    if shutil.which("tunebook"):
-        return "tunebook"
-    beside = Path(sys.executable).parent / "tunebook"
-    here = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
-    return shlex.quote(str(here))
+    return f"adapter: {Path(adapter_dir)}\nnext:    {command_name()} chat {shlex.quote(str(Path(run_dir)))}"

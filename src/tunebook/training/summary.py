@@ -72,6 +72,8 @@ class RunSummary:
     wall_seconds: float | None = None
     adapter_dir: str | None = None
     adapter_sha256: str | None = None
+    published: str | None = None
+    publish_error: str | None = None
 
 
 def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, model: Any) -> RunSummary:
