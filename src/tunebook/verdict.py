@@ -1,0 +1,121 @@
+"""Whether a merged model says what the adapter says, as far as rounding allows, and the figures as a table."""
+
+from dataclasses import dataclass
+
+from tunebook.verifying import Probe, Reading
+
+# Float32 rounds a number by 6e-8 of itself; what some tens of layers make of that is below this.
+FLOAT32_ALLOWED = 1e-4
+# A narrower type may cost the merged model so many times what it costs the base alone.
+TIMES_BASE_ROUNDING = 3.0
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What each model said. Base and adapter stand on unquantised weights and are computed in float32.
+
+    `merged` was read back from disk and computed in its own type, as `rounded_base` was (None where that is float32);
+    `answered` are the adapter's answers in that type. `trained` is the adapter on the base as it was trained on, None
+    where that was not quantised.
+    """
+
+    base: Reading
+    adapter: Reading
+    answered: Reading
+    merged: Reading
+    rounded_base: Reading | None = None
+    trained: Reading | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest and mean difference of logits of two models, and how many of how many greedy answers are the same."""
+
+    largest: float
+    mean: float
+    same_answers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far models are apart: each against the adapter on the unquantised base in float32, but for `rounding`.
+
+    `rounding` is the base alone in the merged type against float32 (None in float32), `allowed` the largest difference
+    of `merged` that passes. `weight_error` is what rounding the weights takes from the adapter's change of them, as a
+    part of it.
+    """
+
+    dtype: str
+    probe: str
+    num_positions: int
+    merged: Difference
+    allowed: float
+    base: Difference
+    rounding: Difference | None
+    trained: Difference | None
+    weight_error: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the merged model differs no more than rounding explains; NaN does not pass."""
+        return self.merged.largest <= self.allowed
+
+
+def judge(readings: Readings, probe: Probe, dtype: str, weight_error: float) -> Verification:
+    """Return the differences between the readings, and how large that of the merged model may be."""
+    one = readings
+    rounding = None if one.rounded_base is None else _compare(one.rounded_base, one.base)
+    merged = _compare(one.merged, one.adapter, (one.merged, one.answered))
+    return Verification(
+        dtype=dtype,
+        probe=probe.name,
+        num_positions=len(one.merged.logits),
+        merged=merged,
+        allowed=FLOAT32_ALLOWED if rounding is None else TIMES_BASE_ROUNDING * rounding.largest,
+        base=_compare(one.base, one.adapter),
+        rounding=rounding,
+        trained=None if one.trained is None else _compare(one.trained, one.adapter, (one.trained, one.answered)),
+        weight_error=weight_error,
+    )
+
+
+def render_verification(found: Verification, quantisation: str) -> str:
+    """Return the figures as a Markdown table with a sentence on each side; `quantisation` is such as `4-bit`."""
+    where = f"the {quantisation} base that it was trained on"
+    rows = [
+        ("the merged model, read back from disk", found.merged, f"{found.allowed:.2g}"),
+        (f"the adapter on {where}", found.trained, "reported only"),
+        ("the base without the adapter", found.base, ""),
+        (f"the base alone: {found.dtype} against float32", found.rounding, ""),
+    ]
+    lines = [
+        f"Logits at {found.num_positions} positions of {found.probe}, against those of the adapter on the unquantised "
+        f"base in float32; the merged model computes in {found.dtype}.",
+        "",
+        "| | largest difference | mean | allowed | same greedy text |",
+        "|---|---|---|---|---|",
+        *(_line(name, difference, allowed) for name, difference, allowed in rows if difference is not None),
+    ]
+    if found.rounding is not None:
+        lines += [
+            "",
+            f"Allowed is {TIMES_BASE_ROUNDING:g} times what {found.dtype} does to the base alone. Rounding the",
+        ]
+        lines[-1] += f" weights to {found.dtype} takes {found.weight_error:.2%} of what the adapter changes in them."
+        if found.base.largest <= found.allowed:
+            lines[-1] += " The adapter changes less than rounding does: float32 would show, and keep, more of it."
+    return "\n".join(lines)
+
+
+def _compare(one: Reading, other: Reading, answers: tuple[Reading, Reading] | None = None) -> Difference:
+    difference = (one.logits - other.logits).abs()
+    same = None
+    if answers is not None:
+        pairs = list(zip(answers[0].answers, answers[1].answers, strict=True))
+        same = sum(first == second for first, second in pairs), len(pairs)
+    return Difference(float(difference.max()), float(difference.mean()), same)
+
+
+def _line(name: str, found: Difference, allowed: str) -> str:
+    same = "" if found.same_answers is None else "{} of {}".format(*found.same_answers)
+    return f"| {name} | {found.largest:.2g} | {found.mean:.2g} | {allowed} | {same} |"
