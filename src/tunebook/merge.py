@@ -3,6 +3,7 @@
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from tunebook.finished import Finished, open_finished
 from tunebook.merge_target import MERGED_TYPES, check_room, find_merge_problems, new_folder
 from tunebook.merged_card import render_merged_card
 from tunebook.places import is_local
-from tunebook.verdict import Readings, judge, render_verification
-from tunebook.verifying import Probe, Reading, build_probe, read_in, read_model
+from tunebook.verdict import Readings, judge, render_answers, render_verification
+from tunebook.verifying import Probe, answer_greedily, build_probe, read_model
 from tunebook.writing import explain_unwritten, write_whole
 
 
@@ -67,27 +68,23 @@ def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | No
     import torch
 
     from tunebook.data.tokenizer import load_tokenizer
-    from tunebook.merging import Scratch, merge_weights
-    from tunebook.published import load_published
-    from tunebook.saved_model import load_saved, save_model
+    from tunebook.saved_model import load_saved
 
-    base, tokenizer = load_published(finished.recipe), load_tokenizer(str(adapter))
+    tokenizer = load_tokenizer(str(adapter))
+    base = _load_base(finished, tokenizer)
     kind = _type_of(base) if dtype is None else getattr(torch, dtype)
     check_room(target, 2 * base.num_parameters() * kind.itemsize)  # beside the model itself, what was merged of it
     print(f"adapter: {finished.source}")
     print(f"base:    {finished.recipe.model.name_or_path}, published in {_name(base.dtype)}; merged in {_name(kind)}")
     probe = build_probe(finished, tokenizer)
     with new_folder(target) as folder:
-        model, unmerged = _read_unmerged(finished, base, adapter, tokenizer, probe, kind)
-        scratch = Scratch(folder / ".merging")
-        made = save_model(merge_weights(model, kind, scratch), tokenizer, adapter, folder)
-        shutil.rmtree(scratch.folder)
-        loaded, faults = load_saved(folder, made, tokenizer, probe.stop_token_ids)
-        readings = Readings(merged=read_model(loaded, probe), **unmerged)
-        found = judge(readings, probe, _name(kind), scratch.relative_error)
+        made, weight_error = _write_merged(base, tokenizer, adapter, folder, kind)
+        del base
+        model, faults = load_saved(folder, made, tokenizer, probe.stop_token_ids)
+        readings = _read_all(finished, model, adapter, tokenizer, probe, kind)
+        found = judge(readings, probe, _name(kind), weight_error)
         text = render_verification(found, _quantisation(finished))
-        print(f"\n{text}\n")
-        print("\n".join([*_other_answers(readings, probe, tokenizer), ""]))
+        print("\n".join(["", text, "", *render_answers(readings, tokenizer), ""]))
         if not found.passed:
             message = (
                 f"the merged model's logits differ by {found.merged.largest:.2g}, and {found.allowed:.2g} is allowed"
@@ -98,38 +95,51 @@ def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | No
         write_whole(folder / "README.md", render_merged_card(finished, text))
 
 
-def _read_unmerged(  # noqa: PLR0913, PLR0917 - what they say depends on all of it
-    finished: Finished, base: Any, adapter: Path, tokenizer: Any, probe: Probe, kind: Any
-) -> tuple[Any, dict[str, Reading]]:
-    """Return the adapter on its unquantised base, ready to be merged, and what all but the merged model say."""
+def _load_base(finished: Finished, tokenizer: Any) -> Any:
+    """Return the unquantised base, with rows for added tokens as they stood before training."""
+    from tunebook.new_tokens import make_room, start_rows
+    from tunebook.published import load_published
+
+    base = load_published(finished.recipe)
+    if tokens := finished.recipe.model.add_special_tokens:
+        make_room(base, tokenizer)
+        start_rows(base, tokenizer.convert_tokens_to_ids(tokens))
+    return base
+
+
+def _write_merged(base: Any, tokenizer: Any, adapter: Path, folder: Path, kind: Any) -> tuple[Any, float]:
+    """Write the merged model; return what it must come back with, and the error of its rounded weights."""
+    from tunebook.merging import Scratch, merge_weights, put_adapter_on
+    from tunebook.saved_model import save_model
+
+    scratch = Scratch(folder / ".merging")
+    merged = merge_weights(put_adapter_on(base, adapter), kind, scratch)
+    made = save_model(merged, tokenizer, adapter, folder)
+    shutil.rmtree(scratch.folder)
+    return made, scratch.relative_error
+
+
+def _read_all(  # noqa: PLR0913, PLR0917 - each is of another model
+    finished: Finished, merged: Any, adapter: Path, tokenizer: Any, probe: Probe, kind: Any
+) -> Readings:
+    """Let the merged model answer, and return what it and all it is compared with say to that."""
     import torch
 
     from tunebook.merging import put_adapter_on
-    from tunebook.new_tokens import make_room
     from tunebook.trained import load_trained
 
-    said = {}
-    if finished.recipe.quantization is not None:
-        said["trained"] = read_model(load_trained(finished).model, probe)
-    if finished.recipe.model.add_special_tokens:
-        make_room(base, tokenizer)
-    said["base"] = read_in(torch.float32, base, probe, answers=False)
+    answers = answer_greedily(merged, probe)
+    read = partial(read_model, probe=probe, answers=answers)
+    said = {"merged": read(merged)}
+    base = _load_base(finished, tokenizer)  # the first one became the merged model
+    said["base"] = read(base, dtype=torch.float32)
     if kind != torch.float32:
-        said["rounded_base"] = read_in(kind, base, probe, answers=False)
-    model = put_adapter_on(base, adapter)
-    said["adapter"] = read_in(torch.float32, model, probe, answers=kind == torch.float32)
-    said["answered"] = said["adapter"] if kind == torch.float32 else read_in(kind, model, probe)
-    return model, said
-
-
-def _other_answers(readings: Readings, probe: Probe, tokenizer: Any) -> list[str]:
-    """Return a line for each prompt that the merged model answers in other words than the adapter does."""
-    lines = []
-    for number, answers in enumerate(zip(readings.merged.answers, readings.answered.answers, strict=True), 1):
-        if answers[0] != answers[1]:
-            merged, adapter = (" ".join(tokenizer.decode(ids).split()) for ids in answers)
-            lines.append(f"prompt {number} of {len(probe.prompts)}: merged {merged!r}, adapter {adapter!r}")
-    return lines
+        said["rounded_base"] = read(base, dtype=kind)
+    said["adapter"] = read(put_adapter_on(base, adapter), dtype=torch.float32)
+    del base
+    if finished.recipe.quantization is not None:
+        said["trained"] = read(load_trained(finished).model)
+    return Readings(answers=answers, **said)
 
 
 def _type_of(base: Any) -> Any:

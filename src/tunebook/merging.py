@@ -123,7 +123,11 @@ def _merge_unit(unit: Any, name: str, dtype: Any, scratch: Scratch) -> None:
                 exact = torch.nn.Parameter(weight.data.to(torch.float32, copy=True), requires_grad=False)
                 setattr(base, key, exact)
     for layer in layers:
-        layer.merge()
+        try:
+            layer.merge()
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # a trained bias on layers that have none
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise Refused(Problem(f"{name} cannot be merged: {reason}", "Use the adapter as it is")) from error
     for (base, key), was in before.items():
         exact = getattr(base, key).data
         rounded = exact.to(dtype)

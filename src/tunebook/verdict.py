@@ -1,6 +1,8 @@
 """Whether a merged model says what the adapter says, as far as rounding allows, and the figures as a table."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tunebook.verifying import Probe, Reading
 
@@ -12,24 +14,24 @@ TIMES_BASE_ROUNDING = 3.0
 
 @dataclass(frozen=True)
 class Readings:
-    """What each model said. Base and adapter stand on unquantised weights and are computed in float32.
+    """What each model says to the probe and to the greedy answers of the merged model, `answers`.
 
-    `merged` was read back from disk and computed in its own type, as `rounded_base` was (None where that is float32);
-    `answered` are the adapter's answers in that type. `trained` is the adapter on the base as it was trained on, None
-    where that was not quantised.
+    Base and adapter stand on unquantised weights and are computed in float32. `merged` was read back from disk and
+    computed in its own type, as `rounded_base` was (None where that is float32). `trained` is the adapter on the base
+    as it was trained on, None where that was not quantised.
     """
 
-    base: Reading
-    adapter: Reading
-    answered: Reading
+    answers: tuple[tuple[int, ...], ...]
     merged: Reading
+    adapter: Reading
+    base: Reading
     rounded_base: Reading | None = None
     trained: Reading | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest and mean difference of logits of two models, and how many of how many greedy answers are the same."""
+    """Largest and mean difference of logits, and how many of how many greedy answers are those of the merged model."""
 
     largest: float
     mean: float
@@ -63,9 +65,11 @@ class Verification:
 
 def judge(readings: Readings, probe: Probe, dtype: str, weight_error: float) -> Verification:
     """Return the differences between the readings, and how large that of the merged model may be."""
-    one = readings
+    one, same = readings, count_same(readings.adapter, readings.answers)
     rounding = None if one.rounded_base is None else _compare(one.rounded_base, one.base)
-    merged = _compare(one.merged, one.adapter, (one.merged, one.answered))
+    merged, trained = _compare(one.merged, one.adapter, same), None
+    if one.trained is not None:
+        trained = _compare(one.trained, one.adapter, count_same(one.trained, one.answers))
     return Verification(
         dtype=dtype,
         probe=probe.name,
@@ -74,7 +78,7 @@ def judge(readings: Readings, probe: Probe, dtype: str, weight_error: float) -> 
         allowed=FLOAT32_ALLOWED if rounding is None else TIMES_BASE_ROUNDING * rounding.largest,
         base=_compare(one.base, one.adapter),
         rounding=rounding,
-        trained=None if one.trained is None else _compare(one.trained, one.adapter, (one.trained, one.answered)),
+        trained=trained,
         weight_error=weight_error,
     )
 
@@ -92,7 +96,7 @@ def render_verification(found: Verification, quantisation: str) -> str:
         f"Logits at {found.num_positions} positions of {found.probe}, against those of the adapter on the unquantised "
         f"base in float32; the merged model computes in {found.dtype}.",
         "",
-        "| | largest difference | mean | allowed | same greedy text |",
+        "| | largest difference | mean | allowed | greedy text of the merged model |",
         "|---|---|---|---|---|",
         *(_line(name, difference, allowed) for name, difference, allowed in rows if difference is not None),
     ]
@@ -107,13 +111,27 @@ def render_verification(found: Verification, quantisation: str) -> str:
     return "\n".join(lines)
 
 
-def _compare(one: Reading, other: Reading, answers: tuple[Reading, Reading] | None = None) -> Difference:
+def render_answers(readings: Readings, tokenizer: Any) -> list[str]:
+    """Return a line for each prompt: the merged model's greedy text, and where the adapter would leave it."""
+    lines = []
+    for number, (answer, chosen) in enumerate(zip(readings.answers, readings.adapter.choices, strict=True), 1):
+        line = f"greedy text {number}: {tokenizer.decode(answer)!r}"
+        place = next((place for place, token in enumerate(answer) if chosen[place] != token), None)
+        if place is not None:
+            line += f"; after {place} tokens the adapter says {tokenizer.decode([chosen[place]])!r}"
+        lines.append(line)
+    return lines
+
+
+def count_same(reading: Reading, answers: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return how many of how many answers a model would have given itself, token by token."""
+    pairs = zip(reading.choices, answers, strict=True)
+    return sum(tuple(chosen) == tuple(answer) for chosen, answer in pairs), len(answers)
+
+
+def _compare(one: Reading, other: Reading, same_answers: tuple[int, int] | None = None) -> Difference:
     difference = (one.logits - other.logits).abs()
-    same = None
-    if answers is not None:
-        pairs = list(zip(answers[0].answers, answers[1].answers, strict=True))
-        same = sum(first == second for first, second in pairs), len(pairs)
-    return Difference(float(difference.max()), float(difference.mean()), same)
+    return Difference(float(difference.max()), float(difference.mean()), same_answers)
 
 
 def _line(name: str, found: Difference, allowed: str) -> str:

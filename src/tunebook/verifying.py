@@ -1,6 +1,7 @@
-"""What a model says to fixed prompts: the logits at the end of whole rows, and greedy text."""
+"""What a model says to fixed prompts: greedy text, and the logits of prompt and answer."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,21 +9,21 @@ from tunebook.computing import computed_in
 from tunebook.errors import Refused
 from tunebook.finished import Finished
 
-MOST_ROWS = 4
-LONGEST_ROW = 256
-# So many logits of a row are compared: 4 x 32 of a vocabulary of 152k take 78 MB, and each depends on all before it.
+MOST_PROMPTS = 4
+# The end of a longer prompt stands for it. Logits of 4 x (128 + 16) tokens of a vocabulary of 152k take 350 MB.
+LONGEST_PROMPT = 128
+NEW_TOKENS = 16
+# So many logits of a row are compared, those of the answer among them; each depends on all tokens before it.
 LAST_POSITIONS = 32
-NEW_TOKENS = 24
 # Asked where no row was held out, or the rows are no longer what the run was trained on.
 QUESTIONS = ("Name a color.", "Count from one to ten.", "Why is the sky blue?", "Write one sentence about a dog.")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What models are compared on: whole rows of token ids, the prompts among them, and where an answer stops."""
+    """What models are compared on: prompts of token ids, and the tokens that end an answer to them."""
 
     name: str
-    rows: tuple[tuple[int, ...], ...]
     prompts: tuple[tuple[int, ...], ...]
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
@@ -30,78 +31,85 @@ class Probe:
 
 @dataclass(frozen=True)
 class Reading:
-    """Logits of the last positions of each row (positions x vocabulary, float32, CPU), and the ids of each answer."""
+    """What a model says to prompts and given answers.
+
+    `logits` are those of the last positions of every row (positions x vocabulary, float32, CPU); `choices` holds, for
+    each prompt, the token that the model would have chosen at each place of the answer.
+    """
 
     logits: Any
-    answers: tuple[tuple[int, ...], ...]
+    choices: tuple[tuple[int, ...], ...]
 
 
 def build_probe(finished: Finished, tokenizer: Any) -> Probe:
-    """Return rows that the run held out, where they can still be read and are the same; else fixed questions.
+    """Return prompts that the run held out, where they can still be read and are the same; else fixed questions.
 
-    One more row has the tokens that the recipe added to the vocabulary.
+    Where the recipe adds tokens to the vocabulary, the first prompt ends with them once more.
     """
     from tunebook.data.chat_prompts import build_prompts
 
     prompts = build_prompts(tokenizer, "alpaca" if finished.recipe.data.template == "alpaca" else "auto")
-    held_out = _held_out_rows(finished)
-    if held_out:
-        name = f"{len(held_out)} held-out rows" if len(held_out) > 1 else "1 held-out row"
-        rows = [ids for ids, _ in held_out]
-        asked = [ids[:start] for ids, start in held_out]
-    else:
-        name = f"{len(QUESTIONS)} fixed questions"
-        rows = asked = _question_ids(tokenizer, prompts)
+    asked = _held_out_prompts(finished)
+    name = f"{len(asked)} held-out prompts" if asked else f"{len(QUESTIONS)} fixed questions"
+    asked = asked or _question_ids(tokenizer, prompts)
     if tokens := finished.recipe.model.add_special_tokens:
-        rows = [*rows, [*asked[0], *tokenizer.convert_tokens_to_ids(tokens)]]
-        name += " and the added tokens"
+        asked.append([*asked[0], *tokenizer.convert_tokens_to_ids(tokens)])
+        name += " and one with the added tokens"
     stops = sorted({prompts.stop_token_id, tokenizer.eos_token_id} - {None})
-    cut = tuple(tuple(row[:LONGEST_ROW]) for row in rows)
-    return Probe(name, cut, tuple(tuple(ids[:LONGEST_ROW]) for ids in asked), tuple(stops), tokenizer.pad_token_id)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    return Probe(name, tuple(tuple(ids[-LONGEST_PROMPT:]) for ids in asked), tuple(stops), pad)
 
 
-def read_model(model: Any, probe: Probe, answers: bool = True) -> Reading:
-    """Return what a model says to the probe's rows and, with `answers`, to its prompts; a row at a time, unpadded."""
-    import torch
+def answer_greedily(model: Any, probe: Probe) -> tuple[tuple[int, ...], ...]:
+    """Return the ids of a transformers model's greedy answer to each prompt, with the stop token that ended it.
 
-    kept = []
-    with torch.inference_mode():
-        for row in probe.rows:
-            ids = torch.tensor([row], device=model.device)
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            kept.append(logits[0, -LAST_POSITIONS:].float().cpu())
-        said = tuple(_answer(model, prompt, probe) for prompt in probe.prompts) if answers else ()
-    return Reading(torch.cat(kept), said)
-
-
-def read_in(dtype: Any, model: Any, probe: Probe, answers: bool = True) -> Reading:
-    """Return what a model says when it is computed in a torch type, whatever its weights are held in."""
-    with computed_in(model, dtype):
-        return read_model(model, probe, answers)
-
-
-def _answer(model: Any, prompt: Sequence[int], probe: Probe) -> tuple[int, ...]:
-    """Return the ids of a greedy answer, its stop token left out, without the model's own generation settings."""
+    The model's own generation settings are put aside, then back.
+    """
     import torch
     from transformers import GenerationConfig
 
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    settings, bare.generation_config = bare.generation_config, GenerationConfig()
-    stops = list(probe.stop_token_ids)
-    greedy = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=stops, pad_token_id=probe.pad_token_id
-    )
-    ids = torch.tensor([list(prompt)], device=bare.device)
+    longest = max(map(len, probe.prompts))
+    # Padded on the left, so that all answers start at the same place.
+    ids = torch.tensor([[probe.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in probe.prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in probe.prompts])
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    stops, pad = list(probe.stop_token_ids), probe.pad_token_id
+    greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=stops, pad_token_id=pad)
     try:
-        made = bare.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        with torch.inference_mode():
+            made = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy)
     finally:
-        bare.generation_config = settings
-    answer = made[0, len(prompt) :].tolist()
-    return tuple(answer[:-1] if answer and answer[-1] in stops else answer)
+        model.generation_config = settings
+    return tuple(_until_stop(row, stops) for row in made[:, longest:].tolist())
 
 
-def _held_out_rows(finished: Finished) -> list[tuple[list[int], int]]:
-    """Return ids, and where the answer begins, of the first rows held out; none where the data is not what it was."""
+def read_model(model: Any, probe: Probe, answers: Sequence[Sequence[int]], dtype: Any = None) -> Reading:
+    """Return what a model says to the probe's prompts, each followed by its answer.
+
+    With a torch `dtype` it is computed in that type, whatever its weights are held in.
+    """
+    import torch
+
+    rows = [[*prompt, *answer] for prompt, answer in zip(probe.prompts, answers, strict=True)]
+    longest = max(map(len, rows))
+    # Padded on the right, where no token of a row looks.
+    ids = torch.tensor([row + [probe.pad_token_id] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    with torch.inference_mode(), nullcontext() if dtype is None else computed_in(model, dtype):
+        made = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False).logits
+        ends = [logits[: len(row)][-LAST_POSITIONS:] for logits, row in zip(made, rows, strict=True)]
+        # The token after the prompt is chosen at the prompt's last place.
+        chosen = [end[-len(answer) - 1 : -1].argmax(-1).tolist() for end, answer in zip(ends, answers, strict=True)]
+        return Reading(torch.cat([end.float().cpu() for end in ends]), tuple(map(tuple, chosen)))
+
+
+def _until_stop(row: list[int], stops: Sequence[int]) -> tuple[int, ...]:
+    end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
+    return tuple(row[:end])
+
+
+def _held_out_prompts(finished: Finished) -> list[list[int]]:
+    """Return the ids of the first prompts held out; none where the data is gone, or is not what it was."""
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import tokenizer_of
 
@@ -114,9 +122,9 @@ def _held_out_rows(finished: Finished) -> list[tuple[list[int], int]]:
         return []
     if data.evaluation is None or data.data_fingerprint != finished.summary.get("data_fingerprint"):
         return []
-    rows = [data.evaluation[number] for number in range(min(MOST_ROWS, len(data.evaluation)))]
+    rows = [data.evaluation[number] for number in range(min(MOST_PROMPTS, len(data.evaluation)))]
     starts = [next((place for place, label in enumerate(row["labels"]) if label != -100), 0) for row in rows]
-    return [(row["input_ids"], start) for row, start in zip(rows, starts, strict=True) if start]
+    return [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True) if start]
 
 
 def _question_ids(tokenizer: Any, prompts: Any) -> list[list[int]]:
