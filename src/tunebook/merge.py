@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tunebook.computing import give_back_freed_memory
 from tunebook.errors import EXIT_DONE, EXIT_FAILED, Problem, Refused
 from tunebook.exported import exported_folder
 from tunebook.finished import Finished, open_finished
@@ -70,6 +71,7 @@ def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | No
     from tunebook.data.tokenizer import load_tokenizer
     from tunebook.saved_model import load_saved
 
+    give_back_freed_memory()
     tokenizer = load_tokenizer(str(adapter))
     base = _load_base(finished, tokenizer)
     kind = _type_of(base) if dtype is None else getattr(torch, dtype)
