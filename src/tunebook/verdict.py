@@ -8,7 +8,8 @@ from tunebook.verifying import Probe, Reading
 
 # Float32 rounds a number by 6e-8 of itself; what some tens of layers make of that is below this.
 FLOAT32_ALLOWED = 1e-4
-# A narrower type may cost the merged model so many times what it costs the base alone.
+# A narrower type may cost the merged model so many times what it costs the base alone, for logits of the same size:
+# what is rounded is a part of each number, and an adapter on a base without training makes logits several times larger.
 TIMES_BASE_ROUNDING = 3.0
 
 
@@ -42,8 +43,9 @@ class Difference:
 class Verification:
     """How far models are apart: each against the adapter on the unquantised base in float32, but for `rounding`.
 
-    `rounding` is the base alone in the merged type against float32 (None in float32), `allowed` the largest difference
-    of `merged` that passes. `weight_error` is what rounding the weights takes from the adapter's change of them, as a
+    `rounding` is the base alone in the merged type against float32 (None in float32), `growth` how many times larger
+    the adapter's logits are than the base's (1 where they are not), `allowed` the largest difference of `merged` that
+    passes. `weight_error` is what rounding the weights takes from the adapter's change of them, as a
     part of it.
     """
 
@@ -52,6 +54,7 @@ class Verification:
     num_positions: int
     merged: Difference
     allowed: float
+    growth: float
     base: Difference
     rounding: Difference | None
     trained: Difference | None
@@ -67,6 +70,7 @@ def judge(readings: Readings, probe: Probe, dtype: str, weight_error: float) -> 
     """Return the differences between the readings, and how large that of the merged model may be."""
     one, same = readings, count_same(readings.adapter, readings.answers)
     rounding = None if one.rounded_base is None else _compare(one.rounded_base, one.base)
+    growth = max(1.0, float(one.adapter.logits.abs().max() / one.base.logits.abs().max()))
     merged, trained = _compare(one.merged, one.adapter, same), None
     if one.trained is not None:
         trained = _compare(one.trained, one.adapter, count_same(one.trained, one.answers))
@@ -75,7 +79,8 @@ def judge(readings: Readings, probe: Probe, dtype: str, weight_error: float) -> 
         probe=probe.name,
         num_positions=len(one.merged.logits),
         merged=merged,
-        allowed=FLOAT32_ALLOWED if rounding is None else TIMES_BASE_ROUNDING * rounding.largest,
+        allowed=FLOAT32_ALLOWED if rounding is None else TIMES_BASE_ROUNDING * growth * rounding.largest,
+        growth=growth,
         base=_compare(one.base, one.adapter),
         rounding=rounding,
         trained=trained,
@@ -101,13 +106,11 @@ def render_verification(found: Verification, quantisation: str) -> str:
         *(_line(name, difference, allowed) for name, difference, allowed in rows if difference is not None),
     ]
     if found.rounding is not None:
-        lines += [
-            "",
-            f"Allowed is {TIMES_BASE_ROUNDING:g} times what {found.dtype} does to the base alone. Rounding the",
-        ]
-        lines[-1] += f" weights to {found.dtype} takes {found.weight_error:.2%} of what the adapter changes in them."
+        grown = f" {found.growth:.1f} (so much larger the adapter makes logits)" if found.growth > 1.05 else ""
+        lines += ["", f"Allowed is {TIMES_BASE_ROUNDING:g} times{grown} what {found.dtype} does to the base alone."]
+        lines[-1] += f" Rounding the weights takes {found.weight_error:.2%} of what the adapter changes in them."
         if found.base.largest <= found.allowed:
-            lines[-1] += " The adapter changes less than rounding does: float32 would show, and keep, more of it."
+            lines[-1] += " The adapter changes less than rounding may: float32 would show, and keep, more of it."
     return "\n".join(lines)
 
 
