@@ -103,7 +103,9 @@ def test_the_adapter_of_a_4_bit_base_is_merged_unquantised(quantised, tmp_path, 
     assert found["the adapter on the 4-bit base that it was trained on"] > 1e-3
     assert "4 fixed questions" in printed and "adapter: runs/case/adapter" in printed
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert 'base_model: "someone/tiny"' in card and figures(card) == found
+    assert re.search("^base_model: .?someone/tiny", card, flags=re.M)
+    rows = [line for line in printed.splitlines() if line.startswith("| the")]
+    assert len(rows) == 3 and all(row in card.partition("Merged and verified")[2] for row in rows)
     texts = [path.read_text() for path in (tmp_path / "merged").iterdir() if path.suffix in (".json", ".md", ".jinja")]
     assert len(texts) >= 5 and not any(str(quantised) in text or str(tmp_path) in text for text in texts)
 
@@ -140,7 +142,7 @@ def test_each_source_gives_its_own_weights(place, tmp_path, capsys):
         assert (merged[source] - base - change).abs().max() < 1e-5
         assert (merged[source] - base).abs().max() > 1e-4
     assert not torch.equal(merged["end"], merged["earlier"])
-    assert "after step 4" in (tmp_path / "earlier" / "README.md").read_text()
+    assert "checkpoint" in (tmp_path / "earlier" / "README.md").read_text()
     with pytest.raises(Refused, match="is the folder of an adapter"):
         merge("runs/recipe", "runs/recipe/adapter")
     with pytest.raises(Refused, match="is not empty"):
@@ -234,6 +236,7 @@ def test_added_tokens_are_in_the_merged_model(tmp_path, monkeypatch, tied):
         live = train(build_run(recipe, planned, World(), tokenizer, data)).run.model
     finished = Finished(tmp_path / "run", recipe, {}, plan)
     monkeypatch.setattr("tunebook.merge.open_finished", lambda run_dir: finished)
+    monkeypatch.setattr("tunebook.merge._write_card", lambda finished, folder, text: None)  # of a run without a plan
     assert merge("run", str(tmp_path / "merged")) == 0
     merged, saved = load(tmp_path / "merged"), AutoTokenizer.from_pretrained(tmp_path / "merged")
     rows = merged.get_input_embeddings().weight

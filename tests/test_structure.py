@@ -145,7 +145,6 @@ ORDER = [
     "verdict",
     "saved_model",
     "merge_target",
-    "merged_card",
     "merge",
     "chat",
     "new_recipe",

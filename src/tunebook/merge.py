@@ -7,16 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tunebook.card_files import write_card
 from tunebook.computing import give_back_freed_memory
 from tunebook.errors import EXIT_DONE, EXIT_FAILED, Problem, Refused
+from tunebook.export import facts_of
 from tunebook.exported import exported_folder
 from tunebook.finished import Finished, open_finished
+from tunebook.loss_picture import read_metrics
 from tunebook.merge_target import MERGED_TYPES, check_room, find_merge_problems, new_folder
-from tunebook.merged_card import render_merged_card
 from tunebook.places import is_local
 from tunebook.verdict import Readings, judge, render_answers, render_verification
 from tunebook.verifying import Probe, answer_greedily, build_probe, read_model
-from tunebook.writing import explain_unwritten, write_whole
+from tunebook.writing import explain_unwritten
 
 
 class NotProven(RuntimeError):
@@ -94,7 +96,14 @@ def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | No
             faults.append(message if kind == torch.float32 else f"{message}; --dtype float32 rounds least")
         if faults:
             raise NotProven("; ".join(faults))
-        write_whole(folder / "README.md", render_merged_card(finished, text))
+        _write_card(finished, folder, text)
+
+
+def _write_card(finished: Finished, folder: Path, verification: str) -> None:
+    """Write the card of the merged model, with the losses up to the weights that were merged."""
+    step = finished.checkpoint.step if finished.checkpoint else None
+    for note in write_card(folder, facts_of(finished), read_metrics(finished.folder, step), verification):
+        print(f"note: {note}")
 
 
 def _load_base(finished: Finished, tokenizer: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunebook.adapter import write_tokenizer
 from tunebook.merging import save_merged
 
 
@@ -22,7 +23,7 @@ class Made:
 def save_model(merged: Any, tokenizer: Any, adapter: Path, folder: Path) -> Made:
     """Write a merged model to `folder` with its tokenizer, template and the adapter's generation settings."""
     save_merged(merged, folder)
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(tokenizer, folder)
     shutil.copyfile(adapter / "generation_config.json", folder / "generation_config.json")
     embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     return Made(merged.dtype, embedding.weight.shape[0], head is not None and head.weight is embedding.weight)
