@@ -102,7 +102,12 @@ def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | No
 def _write_card(finished: Finished, folder: Path, verification: str) -> None:
     """Write the card of the merged model, with the losses up to the weights that were merged."""
     step = finished.checkpoint.step if finished.checkpoint else None
-    for note in write_card(folder, facts_of(finished), read_metrics(finished.folder, step), verification):
+    try:
+        notes = write_card(folder, facts_of(finished), read_metrics(finished.folder, step), verification)
+    except KeyError as error:
+        message = f"run_summary.json or plan.json lacks {error}: this run is of another version of tunebook"
+        raise Refused(Problem(message, "Merge it with that version", str(finished.folder))) from error
+    for note in notes:
         print(f"note: {note}")
 
 
