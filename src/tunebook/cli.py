@@ -103,6 +103,18 @@ def push(
     publish_by_hand(run, repo, private, revision, dry_run)
 
 
+@app.command(help="Merge an adapter into its unquantised base, to a model of its own that is verified.")
+def merge(
+    run: Annotated[str, typer.Argument(help="The run folder, or one of its checkpoints.")],
+    out: Annotated[str, typer.Option("--out", help="The folder to write, new or empty.")],
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; else the base's.")] = None,
+) -> None:
+    """Write the merged model; the exit code is 1 where it differs from the adapter, and nothing is left then."""
+    from tunebook.merge import merge as merge_run
+
+    raise typer.Exit(merge_run(run, out, dtype))
+
+
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")
 def new(
     target: Annotated[str, typer.Argument(help="The recipe to write, for example recipes/mine.yaml.")],
