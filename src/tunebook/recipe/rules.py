@@ -47,6 +47,9 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "bf16_full_eval": ("evaluation computes in the type that training does", "Set model.dtype"),
     "fp16_full_eval": ("evaluation computes in the type that training does", "Set model.dtype"),
     "push_to_hub": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
+    "trackio_space_id": ("trackio stores a run on this machine alone", "Remove it; `trackio sync` publishes later"),
+    "trackio_bucket_id": ("trackio stores a run on this machine alone", "Remove it; `trackio sync` publishes later"),
+    "trackio_static_space_id": ("trackio stores a run on this machine alone", "Remove it"),
     "hub_model_id": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
     "hub_strategy": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
     "hub_private_repo": ("publishing never happens by default", "Upload runs/NAME/adapter with `hf upload`"),
@@ -179,6 +182,10 @@ RANGES: Final[Mapping[str, tuple[float | None, float | None, str]]] = {
     "quantization.llm_int8_threshold": (0, None, "at least 0"),
 }
 
+# What `report_to` fills with the lines of metrics.jsonl by itself; the others are transformers' own callbacks.
+OWN_TRACKERS: Final = ("tensorboard", "trackio")
+# Variables by which trackio would send a run elsewhere.
+SENDING_VARIABLES: Final = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 # Integrations and optimizers that live in a package of their own: name (or its beginning) -> importable module.
 REPORT_PACKAGES: Final[Mapping[str, str]] = {
     "tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tunebook.adapter import public_base
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted
+from tunebook.hardware import name_hardware
 from tunebook.places import is_local_data
 from tunebook.plan import Plan
 from tunebook.recipe.schema import Recipe
@@ -40,6 +41,7 @@ class RunSummary:
     compute_dtype: str
     world_size: int
     device: str
+    hardware: str
     backend: str | None
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -91,6 +93,7 @@ def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, 
         compute_dtype=plan.compute_dtype,
         world_size=world.num_processes,
         device=world.device_type,
+        hardware=name_hardware(world.device_type),
         backend=world.backend,
         per_device_train_batch_size=plan.per_device_train_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
