@@ -89,6 +89,17 @@ def export(
     show_export(run, out)
 
 
+@app.command(help="Write one HTML page that shows runs side by side: curves, rows, samples, facts, recipes.")
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders, for example runs/tiny_qlora.")],
+    out: Annotated[str, typer.Option("--out", metavar="FILE.html", help="Where to write it.")] = "report.html",
+) -> None:
+    """Write the page and say where it is."""
+    from tunebook.run_report import write_report
+
+    print(f"report: {write_report(runs, out)}")
+
+
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")
 def new(
     target: Annotated[str, typer.Argument(help="The recipe to write, for example recipes/mine.yaml.")],
