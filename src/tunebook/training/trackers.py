@@ -74,7 +74,7 @@ class TensorBoard:
         """Write each number at its step, and at the time that it was measured."""
         for tag, value in tagged(event).items():
             when = self._began + float(event["seconds"])
-            self._writer.add_scalar(tag, value, event["step"], walltime=when, double_precision=True)
+            self._writer.add_scalar(tag, value, event["step"], walltime=when, new_style=True, double_precision=True)
         self._writer.flush()
 
     def close(self) -> None:
@@ -119,8 +119,10 @@ BUILT: Mapping[str, Callable[[Recipe, Path, float], Tracker]] = {"tensorboard": 
 
 def tagged(event: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an event under the names that transformers gives them there: `train/loss`, `eval/loss`."""
+    # The epoch stands beside the loss, and would be there twice where that step was measured, too.
+    left_out = ("step", "seconds", "epoch") if "eval_loss" in event else ("step", "seconds")
     named = {}
     for name, value in event.items():
-        if name not in ("step", "seconds") and isinstance(value, int | float):
+        if name not in left_out and isinstance(value, int | float):
             named[f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"] = value
     return named
