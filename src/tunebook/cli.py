@@ -6,7 +6,7 @@ from typing import Annotated, get_args
 import typer
 from typer.exceptions import TyperException
 
-from tunebook import __version__
+from tunebook import __version__, repro_command
 from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, Problem, Refused
 from tunebook.launch_files import Kind, check_job, render_launch_file
@@ -98,6 +98,9 @@ def report(
     from tunebook.run_report import write_report
 
     print(f"report: {write_report(runs, out)}")
+
+
+app.command(name="repro", help=repro_command.HELP)(repro_command.repro)
 
 
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -30,6 +31,7 @@ class RunSummary:
     status: Literal["running", "completed", "interrupted", "failed"]
     recipe: str
     recipe_sha256: str
+    program: str
     data_fingerprint: str
     hub_datasets: tuple[str, ...]
     template: str
@@ -82,6 +84,7 @@ def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, 
         status="running",
         recipe=recipe.path,
         recipe_sha256=recipe_sha256(recipe),
+        program=Path(sys.argv[0]).name,
         data_fingerprint=data.data_fingerprint,
         hub_datasets=tuple(source.path for source in recipe.data.all_sources() if not is_local_data(source.path)),
         template=data.template,
