@@ -88,7 +88,7 @@ def page(tmp_path_factory):
 def test_the_page_in_a_browser(page, dark):
     seen = open_page(page, SCRIPT, WIDTHS, dark)
     assert seen.console == ["measured"], "the script beside the page says so at its end; the page itself says nothing"
-    assert sorted(seen.asked) == ["/beside.html", "/page.html", "/page.html"]
+    assert set(seen.asked) == {"/beside.html", "/page.html"}, "the second frame may have it from the first"
     assert len(seen.found) == len(WIDTHS)
     for found in seen.found:
         assert found["wide"] <= 0 and found["out"] == []

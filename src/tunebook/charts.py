@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 30
+LEFT, RIGHT, TOP, BOTTOM = 54, 24, 10, 30
 # A chart is hardly wider than this many pixels; of more points the extremes of each stretch are kept.
 MAX_POINTS = 400
 # Up to here every point is seen; beyond, the line alone.

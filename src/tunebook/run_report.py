@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook import __version__
-from tunebook.charts import HEIGHT, WIDTH, Chart, build_curves, build_histogram, is_drawable
+from tunebook.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, build_curves, build_histogram, is_drawable
 from tunebook.errors import Problem, Refused
 from tunebook.past_runs import PastRun, read_past_runs
 from tunebook.run_facts import collect_facts, collect_samples, collect_shares, compare_recipes, memory_unit
@@ -87,6 +87,9 @@ def render_report(runs: Sequence[PastRun]) -> str:
         without_recipe=[run.name for run in runs if not run.recipe],
         width=WIDTH,
         height=HEIGHT,
+        left=LEFT,
+        right=WIDTH - RIGHT,
+        bottom=HEIGHT - BOTTOM,
     )
     # Half of a character pair, which JSON can hold and UTF-8 cannot.
     return page.encode("utf-8", errors="replace").decode("utf-8")
