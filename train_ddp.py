@@ -149,16 +149,15 @@ class Loop:
         self.run, self.args, self.world, self.per_epoch = run, run.arguments, run.world, run.plan.steps_per_epoch
         self.model = run.model  # this replica itself: to evaluate, to answer and to save it DDP is not needed
         self.ddp = wrap(run)
-        groups = decay_groups(run.model, self.args.weight_decay)
         betas, fused = (self.args.adam_beta1, self.args.adam_beta2), self.args.optim == "adamw_torch_fused"
         options = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon, "betas": betas, "fused": fused}
-        self.optimizer = torch.optim.AdamW(groups, **options)
+        self.optimizer = torch.optim.AdamW(decay_groups(run.model, self.args.weight_decay), **options)
         # Counted in optimizer steps, so it is moved once per step and not once per micro-step.
         warmup, course = self.args.get_warmup_steps(num_steps), self.args.lr_scheduler_kwargs
         self.schedule = get_scheduler(self.args.lr_scheduler_type, self.optimizer, warmup, num_steps, course)
-        self.progress = Progress(self.args, num_steps, report)
-        self.state = self.progress.state
         self.tokens, self.stopwatch, self.vote = TokenCounts(), Stopwatch(), StopVote()
+        self.progress = Progress(self.args, num_steps, report, self.stopwatch)
+        self.state = self.progress.state
         self.last_micro_batch: dict[str, Any] | None = None
         self.unlogged_loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
         self.last_logged, self.evaluated = 0, (-1, 0.0)
@@ -193,6 +192,7 @@ class Loop:
         # needed before the first backward, and over all ranks: the average of each rank's own mean would give a label
         # on a rank with few of them more weight than one on a rank with many.
         [num_labels] = sum_over_processes([sum(one["num_trained_tokens"] for one in window)], self.world.device)
+        self.progress.pace.count(num_labels)
         for place, micro_batch in enumerate(window):
             self.last_micro_batch = micro_batch
             is_last = place == len(window) - 1

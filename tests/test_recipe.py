@@ -358,6 +358,15 @@ def test_a_wrong_value_brings_no_second_report_that_follows_from_it(recipe):
 def test_y11_an_environment_that_turns_off_what_the_recipe_asks_for(recipe, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DISABLED", "true")
     assert any("TENSORBOARD_DISABLED" in message for message in problems(recipe("report_to: tensorboard")))
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
+    assert any("unset TRACKIO_SPACE_ID" in message for message in problems(recipe("report_to: [trackio]")))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(recipe, monkeypatch):
+    monkeypatch.setattr("tunebook.recipe.contradictions.find_spec", lambda name: None)
+    for name in ("tensorboard", "trackio"):
+        assert f"pip install {name}" in only_problem(recipe(f"report_to: {name}"))
+    assert "this machine alone" in only_problem(recipe("trackio_space_id: me/space"))
 
 
 # The text itself

@@ -219,5 +219,6 @@ def test_metrics_are_one_event_a_line(one, folder):
     evaluations = [event for event in events if "eval_loss" in event]
     assert [event["step"] for event in losses] == list(range(1, 10))
     assert [event["step"] for event in evaluations] == [0, 3, 6, 9]
-    assert all(event.keys() == {"step", "epoch", "loss", "learning_rate", "grad_norm", "seconds"} for event in losses)
+    measured = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes"}
+    assert all(event.keys() == {"step", "epoch", *measured, "seconds"} for event in losses)
     assert [event["seconds"] for event in events] == sorted(event["seconds"] for event in events)

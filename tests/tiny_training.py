@@ -48,6 +48,10 @@ class TinyData:
     def num_eval_rows(self) -> int:
         return 0 if self.evaluation is None else len(self.evaluation)
 
+    @property
+    def trained_tokens(self) -> int:
+        return sum(label != -100 for row in self.train for label in row["labels"])
+
 
 def build_base(folder: Path, **changes: Any) -> Path:
     """Save a seeded Qwen2 of 64 wide with a byte tokenizer (bytes, <|endoftext|>, <|end|>) and return its folder."""

@@ -6,7 +6,7 @@ from typing import Annotated, get_args
 import typer
 from typer.exceptions import TyperException
 
-from tunebook import __version__
+from tunebook import __version__, repro_command
 from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Problem, Refused
 from tunebook.launch_files import Kind, check_job, render_launch_file
@@ -113,6 +113,20 @@ def merge(
     from tunebook.merge import merge as merge_run
 
     raise typer.Exit(merge_run(run, out, dtype))
+
+
+@app.command(help="Write one HTML page that shows runs side by side: curves, rows, samples, facts, recipes.")
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders, for example runs/tiny_qlora.")],
+    out: Annotated[str, typer.Option("--out", metavar="FILE.html", help="Where to write it.")] = "report.html",
+) -> None:
+    """Write the page and say where it is."""
+    from tunebook.run_report import write_report
+
+    print(f"report: {write_report(runs, out)}")
+
+
+app.command(name="repro", help=repro_command.HELP)(repro_command.repro)
 
 
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")

@@ -22,18 +22,16 @@ SHUTDOWN_SECONDS = 300
 FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
-def find_script() -> Path:
-    """Return finetune.py of the current folder, else of the checkout this package runs from; Refused without one."""
+def find_script(name: str = SCRIPT_NAME) -> Path:
+    """Return a script of the current folder, else of the checkout this package runs from; Refused without one."""
     import tunebook
 
     places = [Path(), Path(tunebook.__file__).parents[2]]
     for place in places:
-        if (place / SCRIPT_NAME).is_file():
-            return place / SCRIPT_NAME
+        if (place / name).is_file():
+            return place / name
     folders = " and ".join(str(place.resolve()) for place in places)
-    raise Refused(
-        Problem(f"no {SCRIPT_NAME} in {folders}", "Change to a clone of tunebook first", where="tunebook launch")
-    )
+    raise Refused(Problem(f"no {name} in {folders}", "Change to a clone of tunebook first", where="tunebook launch"))
 
 
 def launch(script: Path, arguments: Sequence[str], num_processes: int) -> int:

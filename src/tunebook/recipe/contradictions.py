@@ -12,7 +12,7 @@ from tunebook.recipe.checking import Report, Sections, Undecided
 from tunebook.recipe.data_checks import DATA_CHECKS
 from tunebook.recipe.hub_checks import HUB_CHECKS
 from tunebook.recipe.lora_checks import LORA_CHECKS
-from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES
+from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES, SENDING_VARIABLES
 from tunebook.recipe.source import Source
 from tunebook.recipe.values import nearest_divisors
 
@@ -237,6 +237,10 @@ def _check_reports(sections: Sections, report: Report) -> None:
         if os.environ.get(variable, "").lower() in ("1", "true", "yes", "on"):
             message = f"names {name}, and {variable} in the environment turns it off"
             report("training.report_to", message, f"unset {variable}")
+        for variable in SENDING_VARIABLES if name in ("trackio", "all") else ():
+            if os.environ.get(variable):
+                message = f"trackio stores a run on this machine alone, and {variable} in the environment sends it away"
+                report("training.report_to", message, f"unset {variable}")
 
 
 def _check_packages(sections: Sections, report: Report) -> None:

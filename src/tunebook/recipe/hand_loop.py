@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.defaults import OUR_DEFAULTS
+from tunebook.recipe.rules import OWN_TRACKERS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import training_keys
 
@@ -19,7 +20,7 @@ FOLLOWED: Final = frozenset(
         "eval_delay",
         "activation_checkpointing", "activation_checkpointing_kwargs", "dataloader_drop_last", "dataloader_num_workers",
         "dataloader_pin_memory", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers", "ddp_static_graph",
+        "ddp_broadcast_buffers", "ddp_static_graph", "project",
     }
 )  # fmt: skip
 # About checkpoints, of which the loop writes none: nothing that they say changes the adapter.
@@ -55,6 +56,8 @@ def check_hand_loop(recipe: Recipe) -> None:
 
 
 def _is_done(name: str, value: Any) -> bool:
+    if name == "report_to":
+        return set([value] if isinstance(value, str) else value or ()) <= {*OWN_TRACKERS, "none"}
     if name == "optim":
         return value in OPTIMIZERS
     if value in NOT_FOLLOWED.get(name, ()):

@@ -52,6 +52,9 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "hub_private_repo": ("a section of its own says what is published", "Write hub.private: true"),
     "hub_always_push": ("a run is published once, when it has ended", "Remove it; hub.repo says where"),
     "hub_revision": ("a section of its own says what is published", "Write hub.revision: a branch"),
+    "trackio_space_id": ("trackio stores a run on this machine alone", "Remove it; `trackio sync` publishes later"),
+    "trackio_bucket_id": ("trackio stores a run on this machine alone", "Remove it; `trackio sync` publishes later"),
+    "trackio_static_space_id": ("trackio stores a run on this machine alone", "Remove it"),
 }
 
 # LoraConfig's arguments that a recipe cannot set.
@@ -179,6 +182,10 @@ RANGES: Final[Mapping[str, tuple[float | None, float | None, str]]] = {
     "quantization.llm_int8_threshold": (0, None, "at least 0"),
 }
 
+# What `report_to` fills with the lines of metrics.jsonl by itself; the others are transformers' own callbacks.
+OWN_TRACKERS: Final = ("tensorboard", "trackio")
+# Variables by which trackio would send a run elsewhere.
+SENDING_VARIABLES: Final = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 # Integrations and optimizers that live in a package of their own: name (or its beginning) -> importable module.
 REPORT_PACKAGES: Final[Mapping[str, str]] = {
     "tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune",

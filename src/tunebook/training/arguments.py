@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_available_reporting_integrations
 
 from tunebook.errors import Problem, Refused
 from tunebook.plan import Plan
 from tunebook.recipe.defaults import CHECKPOINTING_KWARGS, FIXED_ARGUMENTS, OUR_DEFAULTS
+from tunebook.recipe.rules import OWN_TRACKERS
 from tunebook.recipe.schema import Recipe
 from tunebook.world import World
 
@@ -27,7 +29,7 @@ def build_training_arguments(recipe: Recipe, plan: Plan, world: World) -> Traini
     assert PartialState._shared_state, "the process group, or the state of a single process, comes first"
     values = {**OUR_DEFAULTS, **recipe.arguments, **FIXED_ARGUMENTS, **_planned(recipe, plan, world)}
     values |= _strategies(recipe, values)
-    values["report_to"] = values["report_to"] or "none"
+    values["report_to"] = _callbacks(values["report_to"])
     if values.get("save_strategy") == "best":
         values.setdefault("metric_for_best_model", "loss")
     if plan.num_train_epochs is not None:
@@ -57,6 +59,14 @@ def check_schedule(arguments: TrainingArguments, plan: Plan) -> None:
         )
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError) as error:
         raise Refused(Problem(" ".join(str(error).split()), "transformers documents what it takes", key=key)) from error
+
+
+def _callbacks(wanted: str | list[str] | None) -> str | list[str]:
+    """Return what transformers' own callbacks report to: `training.trackers` does it for TensorBoard and trackio."""
+    names = [wanted] if isinstance(wanted, str) else wanted or []
+    if "all" in names:
+        names = get_available_reporting_integrations()
+    return [name for name in names if name not in OWN_TRACKERS] or "none"
 
 
 def _strategies(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,30 @@ class Stopwatch:
                 self.start()
 
 
+class Pace:
+    """Trained tokens a second over all processes since the last reading, by a clock that leaves out evaluation."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._num_labels: Any = 0
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Count from now on, which after a checkpoint is not the start of the clock."""
+        self._num_labels, self._since = 0, self._stopwatch.seconds
+
+    def count(self, num_labels: Any) -> None:
+        """Add the labels of a step, a number or a tensor that stays on its device; None where they are not counted."""
+        if num_labels is not None:
+            self._num_labels = self._num_labels + num_labels
+
+    def read(self) -> float | None:
+        """Return tokens a second since the last reading, None where nothing was counted; waits for the device."""
+        num_labels, seconds = float(self._num_labels), self._stopwatch.seconds - self._since
+        self.begin()
+        return num_labels / seconds if num_labels and seconds > 0 else None
+
+
 @dataclass
 class TokenCounts:
     """Tokens that went through the model in training on this process.
@@ -86,6 +110,10 @@ class PeakMemory:
     def stop(self) -> int | None:
         """End the sampling and return the peak in bytes."""
         self._done.set()
+        return self.read()
+
+    def read(self) -> int | None:
+        """Return the peak so far in bytes; neither this nor the sampling makes a GPU wait."""
         if self._device.startswith("cuda"):
             return int(torch.cuda.max_memory_allocated(self._device))
         self._look()

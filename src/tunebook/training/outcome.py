@@ -20,8 +20,10 @@ from tunebook.training.loss import check_weights_finite
 from tunebook.training.measuring import PeakMemory, Stopwatch, TokenCounts
 from tunebook.training.ready import ReadyRun
 from tunebook.training.reporting import ProgressReport, keep_metrics
+from tunebook.training.shown_rows import write_rows
 from tunebook.training.stopping import StopVote
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
+from tunebook.training.trackers import build_trackers
 from tunebook.watchdog import set_last_words
 from tunebook.writing import explain_unwritten
 
@@ -73,13 +75,17 @@ class Record:
         self._run, self._memory = run, PeakMemory(run.world.device)
         self.summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
         self.report: ProgressReport | None = None
+        self._answers_before: tuple[str, ...] = ()
         self._write()
         if run.world.is_main:
             folder = Path(run.plan.run_dir)
             if run.data.num_bad_rows:
                 write_quarantine(run.data, folder / "quarantine.jsonl")
-            metrics = folder / "metrics.jsonl"
-            self.report = ProgressReport(metrics, earlier=keep_metrics(metrics, after_step))
+            earlier = keep_metrics(folder / "metrics.jsonl", after_step)
+            trackers = build_trackers(run.recipe, folder, earlier)
+            self.report = ProgressReport(
+                folder / "metrics.jsonl", earlier=earlier, memory=self._memory, trackers=trackers
+            )
 
     @contextmanager
     def kept(self, trainer: Training) -> Iterator[None]:
@@ -108,6 +114,8 @@ class Record:
         """Note what the model could do before step 1."""
         share = exact_share(before, self._run)
         self.summary = replace(self.summary, eval_loss_before=before.loss, exact_match_before=share)
+        self._answers_before = before.answers
+        self._write_rows()
 
     def complete(self, trainer: Training, after: HeldOut) -> tuple[str, ...]:
         """Write the card and the summary of the finished run; every process takes part in its sums.
@@ -117,10 +125,16 @@ class Record:
         run = self._run
         notes: tuple[str, ...] = ()
         self.summary = complete_summary(self.summary, run, trainer, self._memory, after)
+        self._write_rows(after.answers)
         if run.world.is_main:
             notes = write_run_cards(run.recipe, run.plan, self.summary)
         self._write()
         return notes
+
+    def _write_rows(self, answers_after: tuple[str, ...] = ()) -> None:
+        if self._run.world.is_main:
+            with suppress(OSError):  # it is only looked at; a run must not fail for it
+                write_rows(Path(self._run.plan.run_dir), self._run.data, self._answers_before, answers_after)
 
     def _write(self) -> None:
         if self._run.world.is_main:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 
+from tunebook.training.measuring import Pace, Stopwatch
 from tunebook.training.reporting import ProgressReport
 from tunebook.whereabouts import begin_step
 
@@ -24,15 +25,17 @@ def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
 class Progress:
     """The state of a loop written by hand; `report` is None on every rank but 0."""
 
-    def __init__(self, arguments: Any, num_steps: int, report: ProgressReport | None) -> None:
+    def __init__(self, arguments: Any, num_steps: int, report: ProgressReport | None, stopwatch: Stopwatch) -> None:
         self.state = TrainerState(max_steps=num_steps)
         self.state.compute_steps(arguments, num_steps)
         self._arguments = arguments
         self._report = report
+        self.pace = Pace(stopwatch)
 
     def begin(self) -> None:
         """Start the bar, and the clock of the time left."""
         begin_step(1)
+        self.pace.begin()
         if self._report is not None:
             self._report.on_train_begin(self._arguments, self.state, TrainerControl())
 
@@ -54,6 +57,8 @@ class Progress:
     def log(self, **numbers: float) -> None:
         """Keep the numbers on every rank, and show and write them on rank 0."""
         logs = {**numbers, "epoch": self.state.epoch or 0.0}
+        if "loss" in logs and (pace := self.pace.read()) is not None:
+            logs["tokens_per_second"] = pace
         self.state.log_history.append({**logs, "step": self.state.global_step})
         if self._report is not None:
             self._report.on_log(self._arguments, self.state, TrainerControl(), logs=logs)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tunebook.training.measuring import PeakMemory
+from tunebook.training.trackers import Tracker
 from tunebook.writing import write_whole
 
 # What a line of metrics.jsonl holds, where the event has it.
-RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "eval_loss", "eval_token_accuracy")
+RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second", "eval_loss", "eval_token_accuracy")
 
 
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
     """Shows each log and evaluation and appends it to metrics.jsonl; only rank 0 has one."""
 
     def __init__(
-        self, metrics_path: Path, console: Console | None = None, earlier: Sequence[dict[str, Any]] = ()
+        self,
+        metrics_path: Path,
+        console: Console | None = None,
+        earlier: Sequence[dict[str, Any]] = (),
+        memory: PeakMemory | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self._metrics_path = metrics_path
         self._console = console or Console()
+        self._memory, self._trackers = memory, list(trackers)
         # Of the lives of the run before this one: the clock goes on, and a measurement made again is the same one.
         self._began = time.monotonic() - (earlier[-1]["seconds"] if earlier else 0.0)
         self._measured = {(event["step"], event["eval_loss"]) for event in earlier if "eval_loss" in event}
@@ -61,7 +69,9 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         logs = logs or {}
         if "loss" not in logs and "eval_loss" not in logs:
             return
-        recorded = {name: logs[name] for name in RECORDED if name in logs}
+        recorded: dict[str, Any] = {name: logs[name] for name in RECORDED if name in logs}
+        if "loss" in logs and self._memory is not None:
+            recorded["memory_bytes"] = self._memory.read()
         if (state.global_step, logs.get("eval_loss")) not in self._measured:
             self._record({"step": state.global_step, **recorded, "seconds": round(time.monotonic() - self._began, 3)})
         if self._progress is not None and "loss" in logs:
@@ -78,10 +88,12 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back, also on the way out of an error."""
+        """Give the terminal back and end the trackers, also on the way out of an error."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        self._tell_trackers(lambda tracker: tracker.close())
+        self._trackers = []
 
     def _render_line(self, state: TrainerState, logs: dict[str, float]) -> str:
         done = state.global_step - self._num_steps_at_start
@@ -98,6 +110,16 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
         with self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+        self._tell_trackers(lambda tracker: tracker.record(event))
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        """A tracker that fails is left out from there on: it shows the run, and must not end it."""
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self._print(f"note: {tracker.name} takes no more of this run: {type(error).__name__}: {error}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

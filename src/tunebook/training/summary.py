@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from tunebook.adapter import public_base
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted
+from tunebook.hardware import name_hardware
 from tunebook.places import is_local_data
 from tunebook.plan import Plan
 from tunebook.recipe.schema import Recipe
@@ -29,6 +31,7 @@ class RunSummary:
     status: Literal["running", "completed", "interrupted", "failed"]
     recipe: str
     recipe_sha256: str
+    program: str
     data_fingerprint: str
     hub_datasets: tuple[str, ...]
     template: str
@@ -40,6 +43,7 @@ class RunSummary:
     compute_dtype: str
     world_size: int
     device: str
+    hardware: str
     backend: str | None
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -82,6 +86,7 @@ def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, 
         status="running",
         recipe=recipe.path,
         recipe_sha256=recipe_sha256(recipe),
+        program=Path(sys.argv[0]).name,
         data_fingerprint=data.data_fingerprint,
         hub_datasets=tuple(source.path for source in recipe.data.all_sources() if not is_local_data(source.path)),
         template=data.template,
@@ -93,6 +98,7 @@ def start_summary(recipe: Recipe, plan: Plan, world: World, data: PreparedData, 
         compute_dtype=plan.compute_dtype,
         world_size=world.num_processes,
         device=world.device_type,
+        hardware=name_hardware(world.device_type),
         backend=world.backend,
         per_device_train_batch_size=plan.per_device_train_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,

@@ -15,6 +15,7 @@ from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.loss import check_finite
+from tunebook.training.measuring import Pace
 from tunebook.training.ready import ReadyRun
 from tunebook.training.resumable import ResumableTrainer
 from tunebook.training.unused_parameters import check_all_used, naming_unused
@@ -41,10 +42,17 @@ class RecipeTrainer(ResumableTrainer):
             eval_dataset=Rows(run.data.evaluation) if run.data.num_eval_rows else None,
             callbacks=[TrainingPace(self), *callbacks],
         )
+        self.pace = Pace(self.stopwatch)
         self.remove_callback(PrinterCallback)
         if not self._makes_all_logits:
             # compute_loss takes the number of the step's labels, whatever the model itself would.
             self.model_accepts_loss_kwargs = True
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the labels of the step, whose number over all processes Trainer has asked for anyway."""
+        micro_batches, num_labels = super().get_batch_samples(*args, **kwargs)
+        self.pace.count(num_labels)
+        return micro_batches, num_labels
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Count the micro-batch's tokens from its shape, without touching the device, and train on it."""
@@ -129,9 +137,14 @@ class RecipeTrainer(ResumableTrainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Trainer does; raise TrainingFailed, on every process alike, when the loss is no number any more."""
+        """Log as Trainer does, with the speed beside the loss.
+
+        Raises TrainingFailed, on every process alike, when the loss is no number any more.
+        """
         for name in ("loss", "eval_loss"):
             check_finite(logs.get(name, 0.0), self.state.global_step, logs.get("learning_rate", float("nan")))
+        if "loss" in logs and (pace := self.pace.read()) is not None:
+            logs["tokens_per_second"] = pace
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -194,6 +207,7 @@ class TrainingPace(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Start the clock once everything is prepared."""
         self._trainer.stopwatch.start()
+        self._trainer.pace.begin()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
