@@ -18,6 +18,7 @@ ORDER = [
     "whereabouts",
     "watchdog",
     "network",
+    "meeting",
     "writing",
     "checkpoints",
     "places",
