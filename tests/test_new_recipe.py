@@ -230,7 +230,7 @@ class TestLooking:
         said = self.created(capsys, "Qwen/Qwen2.5-14B")
         assert "the Hub can't be reached" in said and "written all the same" in said
         assert "14,770,033,664 parameters" in said and "gate_proj" in said
-        assert "GiB for 4 rows of 1,024 tokens" in said and "24 GiB: up to 4" in said and "16 GiB: up to 1" in said
+        assert "GiB for 8 rows of 1,024 tokens" in said and "24 GiB: up to 8" in said and "16 GiB: up to 4" in said
         first = self.target.read_text(encoding="utf-8").splitlines()[0]
         assert first == "# Qwen/Qwen2.5-14B, copied from qwen7b_qlora.yaml. Hardware: 1 x 24 GB GPU, by its plan"
         assert self.target.exists()
