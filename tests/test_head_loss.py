@@ -17,6 +17,7 @@ from tunebook.training import head_loss
 from tunebook.training.batches import FILLER, join_rows, pad_right, tensors_of
 from tunebook.training.head_loss import HeadLoss
 from tunebook.training.loss import count_right, summed_token_loss
+from tunebook.training.packing import measure_apart
 
 pytestmark = pytest.mark.slow
 SIZES = {
@@ -100,6 +101,18 @@ def test_logits_exist_for_labels_only_and_a_piece_at_a_time(monkeypatch):
     del made[:]
     ours.sums(model, tensors_of(batch), batch["targets"])[0].backward()
     assert made == [9], "one piece is made once"
+
+
+def test_new_tokens_are_looked_past():
+    from peft import LoraConfig, get_peft_model
+
+    with quiet_libraries():
+        settings = {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5]}}
+        model = get_peft_model(build(FAMILIES["llama"]), LoraConfig(**settings)).eval()
+    batch = pad_right(ROWS)
+    ours = HeadLoss(model, "float32").sums(model, tensors_of(batch), batch["targets"]).loss
+    assert ours.item() == pytest.approx(plain_way(model, batch)[0].item(), rel=1e-6)
+    assert measure_apart(model, "float32").holds("float32"), "joined rows are looked at in the same way"
 
 
 def test_rows_without_a_label_have_loss_and_gradient_0():

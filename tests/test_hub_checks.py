@@ -112,7 +112,7 @@ def test_the_loop_written_by_hand_publishes_nothing(load):
     [
         BASE + "hub: {repo: me/run}\n",
         BASE + "hub:   # where it goes\n  repo: me/run\n  private: true\n\n# the end\n",
-        "hub:\n  repo: me/run\n\n# the model\n" + BASE,
+        "hub:\n  repo: me/run\n\n# what is trained\n" + BASE,
         "{model: {name_or_path: some/model}, hub: {repo: me/run}, data: {path: some/rows}}",
     ],
 )
@@ -120,5 +120,5 @@ def test_a_copy_for_another_model_goes_to_no_repository(text):
     copied = render_copy(text, "a/b", "# mine")
     read = YAML(typ="safe", pure=True).load(copied)
     assert not read.get("hub") and read["model"]["name_or_path"] == "a/b" and read["data"] == {"path": "some/rows"}
-    for comment in ("# the end", "# the model"):
+    for comment in ("# the end", "# what is trained"):
         assert (comment in copied) == (comment in text)

@@ -39,11 +39,18 @@ class TestNotOneGroup:
             ({"LOCAL_WORLD_SIZE": 0, "LOCAL_RANK": 1}, "LOCAL_RANK: got 1, allowed 0 to 0"),
             ({"LOCAL_WORLD_SIZE": 3}, "LOCAL_WORLD_SIZE: got 3, more than the WORLD_SIZE of 2"),
             ({"WORLD_SIZE": 0}, "WORLD_SIZE: got 0"),
+            ({"MASTER_PORT": 99999}, "MASTER_PORT: got 99999, a port is a number from 1 to 65535"),
+            ({"MASTER_PORT": 65536}, "MASTER_PORT: got 65536"),
+            ({"MASTER_PORT": 0}, "MASTER_PORT: got 0"),
             ({"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 3}, "RANK: got 3, allowed 0 to 0"),
         ],
     )
     def test_numbers_out_of_range(self, changes, start):
         assert only_refusal(elastic(2, **changes)).startswith(start)
+
+    def test_the_last_port_is_one_and_a_single_process_needs_none(self):
+        assert read(elastic(2, MASTER_PORT=65535)).num_processes == 2
+        assert read(elastic(1, MASTER_PORT=99999)).num_processes == 1
 
     @pytest.mark.parametrize(
         "name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"]

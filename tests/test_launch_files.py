@@ -114,6 +114,57 @@ def test_commands_for_one_machine_and_for_several(typed):
     assert all(line.endswith(f" finetune.py {RECIPE} training.seed=3") for line in starts)
 
 
+# What a Service, a pod and a bucket may be called, with room for what their owners add to it.
+DNS_1035 = r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?"
+STEMS = (
+    "123", "1e3", "0x1f", "on", "no", "null", "true", "y", "2024-11-30", "7b_qlora", "7b-qlora", "run_7b_qlora",
+    "run-7b-qlora", "a_b", "a-b", "a.b", "a__b", "_a_b", "a_b_", "A_b", "日本", "日本語", "_", "-x", "run", "tunebook",
+    "é", "e\u0301", "x" * 49, "x" * 50, "x" * 51, "x" * 200, "x" * 49 + "-y",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["k8s", "sky"])
+def test_whatever_a_recipe_is_called_clusters_take_its_name(kind, typed, tmp_path, monkeypatch):
+    recipe = (ROOT / RECIPE).read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names, folders = [], []
+    for stem in STEMS:
+        (tmp_path / f"{stem}.yaml").write_text(recipe, encoding="utf-8")
+        text = typed(f"./{stem}.yaml", "--gpus", 2, "--as", kind)
+        # Clusters read YAML 1.1, where on, no, 1e3 and dates are no text.
+        task = YAML(typ="safe")
+        task.version = (1, 1)
+        task = task.load(text)
+        names.append(task["name"] if kind == "sky" else task["metadata"]["name"])
+        folders += {
+            re.search(r"--run-dir (\S+)", script)[1] for script in scripts_of(kind, text) if "torchrun" in script
+        }
+        assert kind == "k8s" or task["file_mounts"]["/runs"]["name"] == f"{names[-1]}-runs"
+    assert all(isinstance(name, str) and re.fullmatch(DNS_1035, name) for name in names), names
+    assert len(set(names)) == len(set(folders)) == len(STEMS)
+    assert (names[STEMS.index("a_b")], names[STEMS.index("on")], names[STEMS.index("run")]) == ("a-b", "on", "run")
+
+
+def test_runs_in_folders_of_their_own_are_jobs_of_their_own(typed):
+    runs = ("runs/a", "runs/b", "seeds/1/qwen7b_qlora", "seeds/2/qwen7b_qlora", "/", ".")
+    jobs = [load_yaml(typed(RECIPE, "--gpus", 2, "--as", "k8s", "--run-dir", run)) for run in runs]
+    names = [job["metadata"]["name"] for job in jobs]
+    assert len(set(names)) == len(runs) and all(re.fullmatch(DNS_1035, name) for name in names), names
+
+
+def test_numbers_of_processes_and_of_gpus_agree(typed, monkeypatch, capsys):
+    eight = typed(RECIPE, "--nodes", 2, "--gpus", 4, "--as", "torchrun")
+    for numbers in (("--num-processes", 8), ("--num-processes", 8, "--gpus", 4)):
+        assert typed(RECIPE, "--nodes", 2, *numbers, "--as", "torchrun") == eight
+    monkeypatch.setattr(cli, "count_gpus", lambda: 8)
+    assert "--nproc_per_node=4 " in typed(RECIPE, "--num-processes", 4, "--as", "torchrun")
+    assert "--nproc_per_node=8 " in typed(RECIPE, "--as", "torchrun")
+    line = refusal(monkeypatch, capsys, RECIPE, "--num-processes", "4", "--gpus", "2", "--as", "torchrun")
+    assert "--num-processes: 1 machine with --gpus 2 run 2 processes, not 4. Leave --num-processes out" in line
+    line = refusal(monkeypatch, capsys, RECIPE, "--num-processes", "3", "--nodes", "2", "--as", "slurm")
+    assert "--num-processes: 3 processes cannot be shared evenly by 2 machines" in line
+
+
 def test_what_would_not_run_is_refused(monkeypatch, capsys):
     line = refusal(monkeypatch, capsys, RECIPE, "--nodes", "4", "--gpus", "8", "--as", "slurm")
     assert "64 rows are no whole number of micro-steps of 32 processes x 8 rows" in line

@@ -132,6 +132,14 @@ facts["nobody there"] = refusal(
     World(2, 1, 1, 2, backend="gloo"), RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
     MASTER_ADDR="127.0.0.1", MASTER_PORT="9", OMP_NUM_THREADS="1",
 )
+import socket
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+facts["rank absent"] = refusal(
+    World(2, 0, 0, 2, backend="gloo"), RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+)
 Path(sys.argv[1]).write_text(json.dumps(facts))
 """
 
@@ -227,7 +235,8 @@ def test_a_world_that_accelerate_does_not_see_is_refused(tmp_path):
     assert "processes 1 instead of 2" in facts["already made"]
     assert "device meta instead of cpu" in facts["other device"]
     assert "ACCELERATE_TORCH_DEVICE" in facts["other device"]
-    assert "no group of 2 processes formed over gloo at 127.0.0.1:9" in facts["nobody there"]
+    assert "no group of 2 processes formed over gloo at 127.0.0.1:9 (rank 0, which meets" in facts["nobody there"]
+    assert "(rank 1 did not come within 1 s)" in facts["rank absent"]
 
 
 @pytest.mark.slow

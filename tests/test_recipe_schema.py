@@ -136,6 +136,21 @@ def test_what_the_schema_marks_the_reader_refuses(validator, tmp_path, section, 
     assert not accepts(recipe, tmp_path)
 
 
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_left_empty_is_marked_and_refused(validator, tmp_path, section):
+    file = tmp_path / "case.yaml"
+    others = {name: value for name, value in BASE.items() if name != section}
+    file.write_text(f"{section}:\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in others.items()))
+    assert list(validator.iter_errors(read_source(str(file)).values))
+    with pytest.raises(Refused, match="the section is empty"):
+        load_recipe(str(file))
+
+
+@pytest.mark.parametrize("section", ["lora", "training"])
+def test_a_section_of_defaults_is_taken_by_both(validator, tmp_path, section):
+    assert accepts({**BASE, section: {}}, tmp_path) and not list(validator.iter_errors({**BASE, section: {}}))
+
+
 @pytest.mark.parametrize(
     "recipe", [{}, {"model": BASE["model"]}, {"data": BASE["data"]}, {**BASE, "data": {}}, {**BASE, "model": None}]
 )

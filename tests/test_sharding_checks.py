@@ -30,11 +30,19 @@ def test_a_file_that_says_fsdp_is_taken_too(tmp_path):
     assert read(elastic(2) | FSDP2, 2, f"accelerate launch --config_file {file}").shards
 
 
-@pytest.mark.parametrize(("num_gpus", "version"), [(0, "2"), (2, "1"), (2, None)])
-def test_on_the_cpu_or_in_version_1(num_gpus, version):
-    says = elastic(2) | {**FSDP2, "FSDP_VERSION": version} if version else elastic(2) | {**FSDP2, "FSDP_VERSION": ""}
-    line = only_refusal(says, num_gpus, "accelerate launch --use_fsdp")
-    assert "FSDP would not take effect" in line
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "why"),
+    [
+        (0, {}, "it shards a model over GPUs, and no GPU is visible here"),
+        (2, {"ACCELERATE_USE_CPU": "true"}, "it shards a model over GPUs, and the launch chose the CPU"),
+        (2, {"FSDP_VERSION": "1"}, "only its version 2 (fsdp_version: 2, as in accelerate_configs/fsdp2.yaml)"),
+        (2, {"FSDP_VERSION": ""}, "only its version 2"),
+        (1, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "over several processes, and 1 was started"),
+    ],
+)
+def test_where_it_is_not_trained_with_the_reason_is_said(num_gpus, changes, why):
+    line = only_refusal(elastic(2) | FSDP2 | changes, num_gpus, "accelerate launch --use_fsdp")
+    assert why in line.partition("FSDP would not take effect: ")[2]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ ORDER = [
     "whereabouts",
     "watchdog",
     "network",
+    "meeting",
     "writing",
     "checkpoints",
     "places",

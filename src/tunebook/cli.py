@@ -9,7 +9,7 @@ from typer.exceptions import TyperException
 from tunebook import __version__, repro_command
 from tunebook.command_line import read_command
 from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Problem, Refused
-from tunebook.launch_files import Kind, check_job, render_launch_file
+from tunebook.launch_files import Kind, check_job, gpus_of_each, render_launch_file
 from tunebook.planning import plan_without_data, prepare_ahead
 from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.use_commands import commands as use_commands
@@ -37,7 +37,9 @@ def version() -> None:
 def launch(  # noqa: PLR0913, PLR0917 - one for each option
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="The recipe; what follows it goes to finetune.py.")],
-    num_processes: Annotated[int, typer.Option("--num-processes", min=1, help="How many processes.")] = 1,
+    num_processes: Annotated[
+        int | None, typer.Option("--num-processes", min=1, help="How many processes, over all machines; 1 by default.")
+    ] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="With --as: how many machines.")] = 1,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="With --as: how many GPUs each has.")] = None,
     kind: Annotated[
@@ -50,7 +52,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one for each option
     accepted = load_recipe(command.recipe, command.overrides)
     if kind is not None:
         check_job(kind, command, words)
-        gpus = gpus or count_gpus() or num_processes
+        gpus = gpus_of_each(nodes, gpus, num_processes) or count_gpus() or 1
         plan = plan_without_data(accepted, world_of(nodes * gpus, "cuda"), command.run_dir)
         print(render_launch_file(kind, plan, words, nodes, gpus))
         return
@@ -61,6 +63,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one for each option
     from tunebook.launch import launch as launch_script
 
     # What every rank would refuse is refused here already, before torch's agent is imported.
+    num_processes = num_processes or 1
     plan_without_data(accepted, world_of(num_processes, "cuda" if count_gpus() else "cpu"), command.run_dir)
     raise typer.Exit(launch_script(find_script(), words, num_processes))
 

@@ -7,6 +7,7 @@ from tunebook.errors import Problem
 from tunebook.launch_command import DeviceType, Launch, is_true
 from tunebook.sharding import check_switches, is_sharded
 
+LAST_PORT = 65535
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16"}  # accelerate's names, the recipe's names
 
 STRATEGIES = {
@@ -54,7 +55,7 @@ def read_ranks(launch: Launch) -> tuple[Ranks, list[Problem]]:
     if num_local is None:  # set by hand: one machine, or as many as its GPUs
         num_local = min(size, launch.num_gpus) if launch.device_type == "cuda" else size
     ranks = Ranks(size, numbers["RANK"] or 0, numbers["LOCAL_RANK"] or 0, num_local)
-    return ranks, _check_ranges(ranks)
+    return ranks, [*_check_ranges(ranks), *_check_port(ranks, numbers["MASTER_PORT"])]
 
 
 def check_one_group(launch: Launch, ranks: Ranks) -> list[Problem]:
@@ -95,7 +96,7 @@ def check_strategy(launch: Launch, ranks: Ranks) -> list[Problem]:
     typed = f"Type {launch.render_launch(max(ranks.num_processes, 2))}"
     problems = [
         Problem(
-            f"{strategy} would not take effect: this trains with DistributedDataParallel",
+            f"{strategy} would not take effect: {_why_not(strategy, launch, ranks)}",
             typed if command else f"Clear it with `unset {where}`",
             where=where,
         )
@@ -113,6 +114,18 @@ def check_strategy(launch: Launch, ranks: Ranks) -> list[Problem]:
             )
         )
     return problems
+
+
+def _why_not(strategy: str, launch: Launch, ranks: Ranks) -> str:
+    """Return why a strategy is not trained with here; FSDP2 is elsewhere, on several GPUs."""
+    if strategy != "FSDP":
+        return "this trains with DistributedDataParallel"
+    if launch.device_type == "cpu":
+        gpus = "no GPU is visible here" if not launch.num_gpus else "the launch chose the CPU"
+        return f"it shards a model over GPUs, and {gpus}"
+    if launch.environ.get("FSDP_VERSION") != "2":
+        return "only its version 2 (fsdp_version: 2, as in accelerate_configs/fsdp2.yaml) is trained with here"
+    return f"it shards a model over several processes, and {ranks.num_processes} was started"
 
 
 def check_precision(launch: Launch, compute_dtype: str) -> list[Problem]:
@@ -196,6 +209,14 @@ def _check_ranges(ranks: Ranks) -> list[Problem]:
         message = f"got {size}, more than the WORLD_SIZE of {ranks.num_processes}"
         problems.append(Problem(message, again, where="LOCAL_WORLD_SIZE"))
     return problems
+
+
+def _check_port(ranks: Ranks, port: int | None) -> list[Problem]:
+    """Refuse a number that is no port; 0, which means any, would be another one for each process."""
+    if ranks.num_processes <= 1 or port is None or 1 <= port <= LAST_PORT:
+        return []
+    fix = "Give a free one, for example 29500; torchrun, accelerate launch and tunebook launch find one themselves"
+    return [Problem(f"got {port}, a port is a number from 1 to {LAST_PORT}", fix, where="MASTER_PORT")]
 
 
 def _started_tasks(environ: Mapping[str, str]) -> tuple[str, int]:

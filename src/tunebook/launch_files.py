@@ -3,6 +3,7 @@
 Each only calls accelerate or torchrun with the recipe; the numbers come from the plan.
 """
 
+import hashlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ Kind = Literal["accelerate", "torchrun", "slurm", "sky", "k8s"]
 TEMPLATES = {"slurm": "slurm.sh", "sky": "sky.yaml", "k8s": "k8s.yaml"}
 # Where the shared volume or bucket is mounted; Slurm jobs run in a folder that is shared already.
 MOUNTED = "/runs"
-LONGEST_NAME = 50
+LONGEST_NAME = 50  # of the 63 that names have, some go to -worker-N or -runs
 PORT = 29500
 
 
@@ -60,10 +61,37 @@ def check_job(kind: Kind, command: Command, words: Sequence[str]) -> None:
         raise Refused(problems)
 
 
+def gpus_of_each(nodes: int, gpus: int | None, num_processes: int | None) -> int | None:
+    """Return the GPUs of each machine that the numbers typed say, None where they say nothing.
+
+    `num_processes` are those of all machines, as for accelerate. Raises Refused where the numbers contradict.
+    """
+    if num_processes is None or num_processes == nodes * (gpus or 0):
+        return gpus
+    if gpus is None and num_processes % nodes == 0:
+        return num_processes // nodes
+    machines = counted(nodes, "machine")
+    if gpus is None:
+        message = f"{counted(num_processes, 'process')} cannot be shared evenly by {machines}"
+        fix = f"Give a multiple of {nodes}, or --gpus for each machine"
+    else:
+        message = f"{machines} with --gpus {gpus} run {counted(nodes * gpus, 'process')}, not {num_processes}"
+        fix = "Leave --num-processes out"
+    raise Refused(Problem(message, fix, "--num-processes"))
+
+
 def job_name(plan: Plan) -> str:
-    """Return the run folder's name as clusters take names: lower-case letters, digits and hyphens."""
+    """Return a name for the run that every cluster takes (DNS-1035): lower-case letters, digits and hyphens.
+
+    runs/qwen7b_qlora is qwen7b-qlora. A run folder that could not be told from the name again has a part of its sha256
+    added, so that no two share a job, a bucket or a folder.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", plan.run_dir.rstrip("/").rpartition("/")[2].lower()).strip("-")
-    return name[:LONGEST_NAME].strip("-") or "tunebook"
+    name = name if name[:1].isalpha() else f"run-{name}".strip("-")
+    if len(name) <= LONGEST_NAME and plan.run_dir == f"runs/{name.replace('-', '_')}":
+        return name
+    digest = hashlib.sha256(plan.run_dir.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9].strip('-')}-{digest}"
 
 
 def _render_arithmetic(plan: Plan, nodes: int, gpus: int) -> str:

@@ -102,7 +102,7 @@ def _missing_layers(layers: Any, modules: Sequence[str]) -> list[Problem]:
 
 
 def _missing_tokens(tokens: Any, model: Any) -> list[Problem]:
-    num_rows = model.get_input_embeddings().num_embeddings
+    num_rows = model.get_input_embeddings().weight.shape[0]
     lists = list(tokens.values()) if isinstance(tokens, Mapping) else [tokens or []]
     missing = [token for listed in lists for token in listed if not 0 <= token < num_rows]
     message = f"the embedding of this model has no row {', '.join(map(str, missing))}"

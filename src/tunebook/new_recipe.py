@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,21 @@ def create_recipe(target: str, source: str, model: str) -> None:
     model cannot be trained with it. A Hub that cannot be reached, or a gated model, refuses nothing: it is said.
     """
     origin = find_source(source)
-    check_target(Path(target))
+    check_target(target)
+    if not model.isprintable():
+        raise Refused(Problem(f"{model!r} is no name of a model", "Give a Hub id, or a local folder", "--model"))
     # A revision, a public name and a repository belong to the other model.
     overrides = [f"model.name_or_path={json.dumps(model)}", "model.revision=null", "model.base_id=null", "hub=null"]
     recipe = load_recipe(str(origin), overrides)
+    text = with_schema(origin.read_bytes().decode("utf-8-sig"), origin, Path(target))
+    model = recipe.model.name_or_path
+    render_copy(text, model, "", str(origin))  # what cannot be copied is refused before the model is looked at
     plan = build_plan(recipe, world_of(1, "cuda"))
     look = look_at_model(recipe)
     shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
     memory = None if shape is None else plan_on_gpus(recipe, plan, shape)
     title = f"# {model}, copied from {origin.name}.{_hardware(memory)}"
-    text = with_schema(origin.read_bytes().decode("utf-8-sig"), origin, Path(target))
-    write_new(Path(target), render_copy(text, model, title), model)
+    write_new(Path(target), render_copy(text, model, title, str(origin)), model)
     console = build_console()
     console.print(f"{target}: {origin} with model.name_or_path: {model}", soft_wrap=True, markup=False)
     told = (*(look.lines or _known(shape)), *_planned(plan, shape), *_tell_memory(memory), *_commands(target))
@@ -61,29 +67,37 @@ def create_recipe(target: str, source: str, model: str) -> None:
 
 def find_source(name: str) -> Path:
     """Return the recipe that a name means: a path, or the stem of one in recipes/."""
-    given = Path(name).expanduser()
-    places = [given, Path("recipes") / f"{name}.yaml", Path("recipes") / name]
-    for place in places:
-        if place.is_file():
-            return place
+    places = [Path(name), Path("recipes") / f"{name}.yaml", Path("recipes") / name]
+    with suppress(OSError, RuntimeError):  # a name that is too long, a folder that may not be read, ~ of nobody
+        places[0] = places[0].expanduser()
+        for place in places if name else ():
+            if place.is_file():
+                return place
     from tunebook.recipe.values import nearest_word
 
     stems = sorted(path.stem for path in Path("recipes").glob("*.yaml"))
-    near = nearest_word(Path(name).stem, stems)
+    near = nearest_word(Path(name).stem, stems) if name else ""
     fix = f"Nearest: {near}" if near else f"Recipes here: {', '.join(stems) or 'none; change to a clone of tunebook'}"
-    raise Refused(Problem(f"no recipe {name}, and none of that name in recipes/", fix, where="--from"))
+    message = f"no recipe {name}, and none of that name in recipes/" if name else "names no recipe"
+    raise Refused(Problem(message, fix, where="--from"))
 
 
-def check_target(target: Path) -> None:
-    """Raise Refused where no recipe can be written at `target`, or something is there already."""
-    problems = []
+def check_target(name: str) -> None:
+    """Raise Refused where no recipe can be written at the path `name`, or something is there already."""
+    target, problems = Path(name), []
+    if not target.name or not name.isprintable():
+        fix = "Give for example recipes/mine.yaml"
+        raise Refused(Problem(f"{name!r} is no name of a file", fix, "tunebook new"))
     if target.suffix not in (".yaml", ".yml"):
-        problems.append(Problem("a recipe ends in .yaml", f"Write {target.with_suffix('.yaml')}", str(target)))
-    if target.exists() or target.is_symlink():
-        problems.append(Problem("is there already", "Give another name, or delete it first", str(target)))
-    elif not target.parent.is_dir():
-        fix = f"mkdir -p {target.parent}"
-        problems.append(Problem(f"there is no folder {target.parent}", fix, str(target)))
+        problems.append(Problem("a recipe ends in .yaml", f"Write {target.with_suffix('.yaml')}", name))
+    try:
+        if target.exists() or target.is_symlink():
+            problems.append(Problem("is there already", "Give another name, or delete it first", name))
+        elif not target.parent.is_dir():
+            fix = f"mkdir -p {shlex.quote(str(target.parent))}"
+            problems.append(Problem(f"there is no folder {target.parent}", fix, name))
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        problems.append(Problem(f"cannot be written: {error.strerror or error}", where=name))
     if problems:
         raise Refused(problems)
 
@@ -187,5 +201,5 @@ def _known(shape: ModelShape | None) -> Iterator[tuple[str, str]]:
 
 
 def _commands(target: str) -> Iterator[tuple[str, str]]:
-    yield "plan", f"python finetune.py {target} --plan --num-processes N"
+    yield "plan", shlex.join(["python", "finetune.py", target, "--plan", "--num-processes", "N"])
     yield "launch", render_launch("N", "cuda", ["finetune.py", target])

@@ -38,7 +38,7 @@ def largest_id(tokenizer: Any) -> int:
 def make_room(model: Any, tokenizer: Any) -> None:
     """Give embedding and head a row for every id of the tokenizer; a model that has them stays as it is."""
     rows = largest_id(tokenizer) + 1
-    if rows > model.get_input_embeddings().num_embeddings:
+    if rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.meeting import RanksAbsent, has_address, join_store
 from tunebook.network import name_interface
 from tunebook.watchdog import start_watchdog, stop_watchdog
 from tunebook.whereabouts import arrive
@@ -97,21 +98,16 @@ def process_group(world: World, timeout_seconds: int = 1800) -> Iterator[None]:
 
 
 def meeting_point(timeout: timedelta) -> dict[str, Any]:
-    """Return where a restarted attempt (`--max-restarts`) meets: under names of its own in the launcher's store.
+    """Return where the ranks meet, as arguments of init_process_group, once all have come (`meeting.join_store`).
 
-    They are arguments of init_process_group; none for a first attempt, which the environment tells all it needs.
-    torch's agent keeps one store for all attempts, and says otherwise (torch 2.13, distributed/rendezvous.py): a rank
-    that is faster than another finds the address of that one's dead predecessor there, and cannot connect.
+    A restarted attempt (`--max-restarts`) meets under a name of its own: torch's agent keeps one store for all of them,
+    and says otherwise (torch 2.13, distributed/rendezvous.py): a rank that is faster than another finds the address of
+    that one's dead predecessor there, and cannot connect. Empty where the environment tells no place.
     """
     name_interface()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt in ("", "0"):
+    if not has_address():
         return {}
-    from torch import distributed
-
-    store, rank, num_processes = next(distributed.rendezvous("env://", timeout=timeout))
-    named = distributed.PrefixStore(f"attempt {attempt}", store)
-    return {"store": named, "rank": rank, "world_size": num_processes}
+    return join_store(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}", timeout)
 
 
 def agree_on_refusal(refused: Refused | None) -> None:
@@ -178,13 +174,17 @@ def _without_torch_variables() -> Iterator[None]:
 
 def no_group(world: World, error: Exception) -> Problem:
     """Return why the ranks did not find each other, for a refusal."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     fix = (
         "Check that every machine reaches this address, and name the network in GLOO_SOCKET_IFNAME or "
         "NCCL_SOCKET_IFNAME if there are several"
     )
-    if "timeout" in reason.lower() or "timed out" in reason.lower():
+    if isinstance(error, RanksAbsent):
+        fix = "See what they printed, or whether they were started: each has a RANK of its own"
+    elif world.rank != 0 and "trying to connect" in reason:
+        reason = f"rank 0, which meets the others there, was not started or is not reached: {reason}"
+    if isinstance(error, RanksAbsent) or "timeout" in reason.lower() or "timed out" in reason.lower():
         fix += (
             ". If a machine prepares its data longer than training.ddp_timeout, run `tunebook prepare RECIPE` on it "
             "first, or raise that"
@@ -195,6 +195,8 @@ def no_group(world: World, error: Exception) -> Problem:
             "Leave the port out, and torchrun --standalone, accelerate launch and tunebook launch find a free one; or "
             "give another: --master_port of torchrun, --main_process_port of accelerate, MASTER_PORT elsewhere"
         )
+    elif "EACCES" in reason:
+        reason, fix = "this user may not listen on that port", "Give one above 1024, for example 29500"
     message = f"no group of {world.num_processes} processes formed over {world.backend} at {address} ({reason})"
     return Problem(message, fix, where="launch")
 

@@ -5,6 +5,8 @@ What a user can act on is checked by tunebook and said in its own words.
 
 import contextlib
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -12,6 +14,32 @@ LIBRARIES = ("transformers", "peft", "bitsandbytes", "accelerate", "datasets", "
 
 # Said while bitsandbytes is imported (by peft, by Trainer): that an optional CPU kernel is not installed.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+class OneWordOnTheHub(logging.Handler):
+    """Says once that the Hub is waited for, where huggingface_hub writes two lines for each of its attempts."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line by rank 0: the first of an attempt that failed, and any that is about something else."""
+        text = record.getMessage()
+        reason, is_failure, _ = text.partition(" thrown while requesting ")
+        is_repeated = self.said and (is_failure or text.startswith("Retrying in "))
+        if is_repeated or os.environ.get("RANK", "0") != "0":
+            return
+        if is_failure:
+            self.said = True
+            text = f"it does not answer ({reason}); trying again, for a minute at most"
+        print(f"the Hub: {text}", file=sys.stderr, flush=True)
+
+
+# Its requests are repeated five times, with pauses of 23 s in all (huggingface_hub 2.4, utils/_http.py).
+_HUB_REQUESTS = logging.getLogger("huggingface_hub.utils._http")
+_HUB_REQUESTS.addHandler(OneWordOnTheHub())
+_HUB_REQUESTS.propagate = False
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The JSON schema of a recipe, made from what the reader accepts, so that editors complete and check recipes.
 
 Editors know less than the reader: a schema sees each key by itself, and no model, data or machine. What it accepts can
-still be refused; what it marks is refused as well, but for numbers written in quotes.
+still be refused; what it marks is refused as well, but for numbers written in quotes, and a section written as null:
+to a schema that is the same as one left empty, which is refused.
 """
 
 from collections.abc import Mapping
@@ -59,10 +60,9 @@ def _section(section: str, definitions: dict[str, Any]) -> dict[str, Any]:
             properties[name] = _with_range(section, name, _cleaned(own[name]))
         elif annotation is not type(None):  # objects that no recipe can hold
             properties[name] = _with_range(section, name, _upstream(section, name, annotation))
-    optional = "null" if section not in ("model", "data") else None
     return {
         "description": TITLES[section],
-        "type": ["object", optional] if optional else "object",
+        "type": "object",
         "additionalProperties": False,
         **({"required": [REQUIRED[section]]} if section in REQUIRED else {}),
         "properties": properties,
