@@ -33,8 +33,8 @@ def render_copy(text: str, model: str, title: str, path: str = "") -> str:
 
     `model.name_or_path` becomes `model`, the comment that titles the recipe becomes `title` (put on top where there is
     none), and what is about the other model alone (its revision and base_id, the hub section) goes with its lines. All
-    else, comments and spacing included, stays byte for byte. Raises Refused where the text names no model to put another
-    in the place of, or names it in a way that the copy would not read back.
+    else, comments and spacing included, stays byte for byte. Raises Refused where the text names no model to put
+    another in the place of, or names it in a way that the copy would not read back.
     """
     root = YAML(typ="safe", pure=True).compose(text)
     section = _child(root, "model")
