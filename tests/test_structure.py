@@ -95,6 +95,7 @@ ORDER = [
     "data.ahead",
     "data.tokenise",
     "data.tokenizer",
+    "data.unused_tokens",
     "data.prepare",
     "data",
     "lora_targets",
