@@ -34,6 +34,21 @@ training: {{global_batch_size: 4, per_device_train_batch_size: 2, learning_rate:
     return load_recipe(str(tmp_path / "case.yaml"))
 
 
+@pytest.mark.parametrize("saved", [None, ["embed_tokens"]])
+def test_a_model_with_new_tokens_is_looked_at_before_training(tmp_path, saved):
+    """Wrapped by peft, its embedding has no number of rows, which packing and the loss at the head ask for."""
+    from tunebook.model import build_model
+    from tunebook.training.head_loss import HeadLoss
+    from tunebook.training.packing import check_rows_apart
+
+    recipe = recipe_for(build_tiny_model(tmp_path / "base"), tmp_path)
+    recipe = replace(recipe, lora={**recipe.lora, "modules_to_save": saved})
+    model = build_model(recipe, build_plan(recipe, World()), World(), tokenizer_of(recipe))
+    assert len(model.get_input_embeddings().weight) == 422
+    check_rows_apart(recipe, model, "float32")
+    HeadLoss(model, "float32", True, False)
+
+
 @pytest.mark.parametrize("tokenizer", ["bytelevel", "metaspace"])
 def test_added_tokens_are_trained_where_rows_hold_them_and_come_back(tmp_path, monkeypatch, tokenizer):
     from peft import AutoPeftModelForCausalLM

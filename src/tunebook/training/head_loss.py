@@ -171,7 +171,7 @@ def _looking(model: Any, compute_dtype: str) -> Iterator[dict[str, Any]]:
     embedding = model.get_input_embeddings()
     device, dtype = embedding.weight.device, getattr(torch, compute_dtype)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(embedding.num_embeddings, (2, 5), generator=generator).to(device)
+    ids = torch.randint(len(embedding.weight), (2, 5), generator=generator).to(device)
     was_training = model.training
     model.eval()
     try:
