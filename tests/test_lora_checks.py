@@ -32,6 +32,15 @@ def load(tmp_path, lora: str, more: str = "", model: str = ""):
         ("init_lora_weights: pisa", "", "Nearest: pissa"),
         ("init_lora_weights: pissa_niter_0", "", "pissa_niter_N"),
         ("init_lora_weights: pissa, use_dora: true", "", "lora.use_dora: pissa changes the base"),
+        ("init_lora_weights: pissa, lora_bias: true", "", "lora.lora_bias: has no meaning beside init_lora_weights"),
+        ("init_lora_weights: gaussian, lora_bias: true", "", "lora.lora_bias: has no meaning beside"),
+        ("use_dora: true, lora_bias: true", "", "lora.lora_bias: DoRA has no bias"),
+        ("init_lora_weights: orthogonal, r: 7", "", "lora.r: an orthogonal start needs even ranks"),
+        ("init_lora_weights: orthogonal, rank_pattern: {q_proj: 3}", "", "needs even ranks"),
+        ("init_lora_weights: mica, use_dora: true", "", "lora.use_dora: mica cannot have it"),
+        ("init_lora_weights: mica, target_parameters: [a.b]", "", "lora.target_parameters: mica cannot have it"),
+        ("target_parameters: [a.b], use_dora: true", "", "lora.use_dora: target_parameters cannot have DoRA"),
+        ("target_parameters: [a.b], lora_dropout: 0.1", "", "lora.lora_dropout: target_parameters cannot"),
         ("use_dora: true", EIGHT, "DoRA on an 8-bit base stops at the first step. Use load_in_4bit: true"),
     ],
 )
@@ -40,6 +49,36 @@ def test_what_cannot_train_says_why_not(tmp_path, lora, more, words):
         load(tmp_path, lora, more)
     report = refused.value.render()
     assert words in report and "case.yaml:" in report
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ("trainable_token_indices: []", "lora.trainable_token_indices: is empty"),
+        ("trainable_token_indices: {}", "lora.trainable_token_indices: is empty"),
+        ("trainable_token_indices: {embed_tokens: []}", "lora.trainable_token_indices: is empty"),
+        ("trainable_token_indices: {embed_tokens: [1], lm_head: 2}", "got 2, expected a list of token ids"),
+        ("trainable_token_indices: [5, 6, 5]", "names 5 twice"),
+        ("target_modules: [q_proj], layers_to_transform: []", "lora.layers_to_transform: is empty"),
+        ("target_modules: [q_proj], layers_to_transform: [0], layers_pattern: []", "lora.layers_pattern: is empty"),
+        ("target_modules: [q_proj], layers_to_transform: [0], layers_pattern: ''", "lora.layers_pattern: is empty"),
+        ("target_modules: [q_proj], layers_to_transform: [0], layers_pattern: 'a('", "is no regular expression"),
+        (
+            "target_modules: [q_proj], target_parameters: [up.weight], layers_to_transform: [0]",
+            "lora.layers_to_transform: has no effect on target_parameters",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(tmp_path, lora, words):
+    with pytest.raises(Refused) as refused:
+        load(tmp_path, lora)
+    assert words in refused.value.render()
+
+
+def test_an_empty_text_is_called_empty(tmp_path):
+    with pytest.raises(Refused, match=r"data.path: is empty; name something"):
+        (tmp_path / "case.yaml").write_text("model: {name_or_path: a/b}\ndata: {path: ''}\nlora: {}\n")
+        load_recipe(str(tmp_path / "case.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +94,7 @@ def test_what_can_train_is_taken(tmp_path, start):
     [
         ("add_special_tokens: [' ']", "", "the text ' ' is no token"),
         ("add_special_tokens: [a, b, a]", "", "a is named twice"),
-        ("add_special_tokens: []", "", "at least 1 item"),
+        ("add_special_tokens: []", "", "add_special_tokens: is empty; name something, or remove it"),
         ("add_special_tokens: [1]", "", "expected a list of text"),
         ("add_special_tokens: [a]", "trainable_token_indices: [3]", "is given beside model.add_special_tokens"),
     ],

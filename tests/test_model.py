@@ -142,7 +142,7 @@ def test_lora_names_that_match_nothing_are_all_named_with_what_is_near(base, tok
         ({"target_modules": "q_proj"}, ["lora.target_modules", "pattern for the whole path", "q_proj"]),
         ({"target_modules": ["self_attn"]}, ["lora.target_modules", "self_attn is a block of layers", "q_proj"]),
         ({"target_parameters": ["nothing"]}, ["lora.target_parameters", "nothing matches no parameter"]),
-        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, ["lora: ", "exclude"]),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, ["lora.exclude_modules: q_proj", "no LoRA"]),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused(base, tokenizer, monkeypatch, lora, words):

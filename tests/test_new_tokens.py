@@ -1,6 +1,7 @@
 """Tokens that a recipe adds: one id each in the text of rows, their rows trained, and the whole comes back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,21 @@ training: {{global_batch_size: 4, per_device_train_batch_size: 2, learning_rate:
 """
     (tmp_path / "case.yaml").write_text(text)
     return load_recipe(str(tmp_path / "case.yaml"))
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens"]])
+def test_a_model_with_new_tokens_is_looked_at_before_training(tmp_path, saved):
+    """Wrapped by peft, its embedding has no number of rows, which packing and the loss at the head ask for."""
+    from tunebook.model import build_model
+    from tunebook.training.head_loss import HeadLoss
+    from tunebook.training.packing import check_rows_apart
+
+    recipe = recipe_for(build_tiny_model(tmp_path / "base"), tmp_path)
+    recipe = replace(recipe, lora={**recipe.lora, "modules_to_save": saved})
+    model = build_model(recipe, build_plan(recipe, World()), World(), tokenizer_of(recipe))
+    assert len(model.get_input_embeddings().weight) == 422
+    check_rows_apart(recipe, model, "float32")
+    HeadLoss(model, "float32", True, False)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytelevel", "metaspace"])
@@ -67,6 +83,55 @@ def test_added_tokens_are_trained_where_rows_hold_them_and_come_back(tmp_path, m
         value for name, value in load_file(f"{plan.adapter_dir}/adapter_model.safetensors").items() if "token" in name
     ]
     assert len(rows) == 2 and all((first - second).abs().max() > 1e-2 for first, second in rows), "they began equal"
+
+
+@pytest.mark.parametrize("tokenizer", ["bytelevel", "metaspace"])
+def test_the_new_token_that_ends_a_turn_is_special_in_what_is_saved(tmp_path, monkeypatch, tokenizer):
+    """Others are not: an answer may hold them, and who decodes it is to see them."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|stop|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+    )
+    answers = ["red<|tool|>", "blue<|stop|>green"]
+    rows = [{"prompt": "Name a color.", "completion": answer} for answer in answers]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = recipe_for(
+        build_tiny_model(tmp_path / "base", tokenizer=tokenizer), tmp_path, ["<|start|>", "<|stop|>", "<|tool|>"]
+    )
+    data = recipe.data.model_copy(
+        update={"path": str(tmp_path / "rows.jsonl"), "template": str(tmp_path / "own.jinja"), "max_bad_fraction": 1.0}
+    )
+    made = tokenizer_of(recipe)
+    stop, tool = made.convert_tokens_to_ids(["<|stop|>", "<|tool|>"])
+    prepared = prepare_data(replace(recipe, data=data), made)
+    assert prepared.stop_token_id == stop
+    made.save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for row, answer in zip(prepared.train, answers, strict=True):
+        labels = [label for label in row["labels"] if label != -100]
+        assert labels[-1] == stop and labels.count(stop) == 1, "an answer's own text is no end of it"
+        assert saved.decode(labels[:-1]).strip().startswith(answer[:3])
+        shown = [saved.decode(ids, skip_special_tokens=True) for ids in (labels, labels[:-1])]
+        assert shown[0] == shown[1] and ("<|tool|>" in shown[0]) == ("<|tool|>" in answer)
+    assert saved.added_tokens_decoder[stop].special and not saved.added_tokens_decoder[tool].special
+    assert saved.get_vocab() == made.get_vocab() and len(saved) == 423
+    assert not any("stands in no training row" in note for note in prepared.notes)
+
+
+def test_a_new_token_in_no_row_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    base = build_tiny_model(tmp_path / "base")
+    for tokens, told in [
+        ([*TOKENS, "<|tool>"], "<|tool> (model.add_special_tokens) stands in no training row"),
+        (["<|a|>", "<|b|>"], "<|a|>, <|b|> (model.add_special_tokens) stand in no training row"),
+        (TOKENS, None),
+    ]:
+        recipe = recipe_for(base, tmp_path, tokens)
+        notes = [note for note in prepare_data(recipe, tokenizer_of(recipe)).notes if "no training row" in note]
+        assert len(notes) == (told is not None) and all(told in note for note in notes)
 
 
 def test_a_token_that_is_there_already_is_refused(tmp_path):

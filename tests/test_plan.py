@@ -200,18 +200,23 @@ def test_counted_parameters_are_those_of_the_model_itself():
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16, "pad_token_id": 0}
+    biases = {"attention_bias": True}, {"mlp_bias": True}
     for kind in ("qwen2", "qwen3", "llama", "mistral", "gemma2", "phi3"):
-        for tied in (True, False):
-            config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=tied)
+        for more in ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, *biases):
+            config = AutoConfig.for_model(kind, **sizes, **more)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
-            shape = build_shape({**config.to_dict(), "model_type": kind}, "")
-            assert shape is not None
-            assert shape.num_parameters == model.num_parameters(), (kind, tied)
+            # As published configs leave keys out that have their usual value, and as they name all of them.
+            for written in ({**sizes, **more, "model_type": kind}, {**config.to_dict(), "model_type": kind}):
+                shape = build_shape(written, "")
+                assert shape is not None
+                assert shape.num_parameters == model.num_parameters(), (kind, more)
+            if more in biases:
+                continue
             with quiet_libraries():
                 adapted = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
             trainable = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-            assert count_lora_parameters(shape, {}, 3) == trainable, (kind, tied)
+            assert count_lora_parameters(shape, {}, 3) == trainable, (kind, more)
 
 
 # The command

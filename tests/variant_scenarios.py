@@ -55,6 +55,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "new tokens": {"model": NEW, "quantization": NF4},
     "new tokens, tied": {"model": NEW, "quantization": NF4, "base": "tied"},
     "new tokens, saved embedding": {"model": NEW, "lora": {**LORA, "modules_to_save": ["embed_tokens"]}},
+    "new tokens, tied, saved both": {
+        "model": NEW,
+        "lora": {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]},
+        "base": "tied",
+    },
     "new tokens, spare rows": {"model": NEW, "base": "spare", "quantization": NF4},
     "new tokens, all weights": {"model": NEW, "lora": None},
     "all weights": {"lora": None},

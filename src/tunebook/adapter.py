@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tunebook.lora_targets import ALL_LINEAR, short_names
+from tunebook.lora_targets import short_names, takes_all_linear
 from tunebook.mutated_start import as_plain_lora, has_kept_start, plain_config
 from tunebook.new_tokens import largest_id
 from tunebook.places import is_local
@@ -129,8 +129,7 @@ def tensor_sha256(tensors: Mapping[str, Any]) -> str:
 def _write_adapter_config(model: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> tuple[str, ...]:
     """Write peft's own fields, in the order that makes two runs equal, with the base under its public name."""
     written = model.peft_config["default"].to_dict()
-    given = (recipe.lora or {}).get("target_modules", ALL_LINEAR)
-    if isinstance(given, str) and given.lower() == ALL_LINEAR:
+    if takes_all_linear(recipe.lora or {}):
         # peft writes full paths for small models and parts of them for large ones, in the order of a set.
         written["target_modules"] = short_names(model.get_base_model(), model.targeted_module_names)
     written = {name: sorted(value) if isinstance(value, set) else value for name, value in written.items()}

@@ -17,18 +17,32 @@ def check_lora_names(model: Any, lora: Mapping[str, Any], where: str) -> list[Pr
     """Return a problem for each name in `lora` that matches nothing in `model` (which may be on the meta device)."""
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
+    ranked = [*modules, *(parameters if lora.get("target_parameters") else ())]
     problems = [
         *_unmatched_modules("target_modules", lora.get("target_modules"), modules, model),
         *_blocks(lora.get("target_modules"), model),
         *_unmatched_modules("exclude_modules", lora.get("exclude_modules"), modules, model),
         *_unmatched_modules("modules_to_save", lora.get("modules_to_save"), modules, model),
         *_unmatched_modules("target_parameters", lora.get("target_parameters"), parameters, model),
-        *_unmatched_patterns("rank_pattern", lora.get("rank_pattern"), modules, model),
-        *_unmatched_patterns("alpha_pattern", lora.get("alpha_pattern"), modules, model),
-        *_missing_layers(lora.get("layers_to_transform"), modules),
+        *_unmatched_patterns("rank_pattern", lora.get("rank_pattern"), ranked, model),
+        *_unmatched_patterns("alpha_pattern", lora.get("alpha_pattern"), ranked, model),
+        *_missing_layers(lora, modules),
         *_missing_tokens(lora.get("trainable_token_indices"), model),
     ]
     return [Problem(problem.message, problem.fix, where, f"lora.{problem.key}") for problem in problems]
+
+
+def chosen_targets(lora: Mapping[str, Any]) -> Any:
+    """Return what `target_modules` means: all linear layers where nothing is said, None where parameters alone are."""
+    targets = lora.get("target_modules")
+    parameters_alone = targets is None and "target_modules" in lora and lora.get("target_parameters")
+    return ALL_LINEAR if targets is None and not parameters_alone else targets
+
+
+def takes_all_linear(lora: Mapping[str, Any]) -> bool:
+    """Whether the targets are all linear layers, and no names."""
+    targets = chosen_targets(lora)
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
 def linear_names(model: Any) -> list[str]:
@@ -91,24 +105,48 @@ def _unmatched_patterns(
     ]
 
 
-def _missing_layers(layers: Any, modules: Sequence[str]) -> list[Problem]:
+def _missing_layers(lora: Mapping[str, Any], modules: Sequence[str]) -> list[Problem]:
+    layers, given = lora.get("layers_to_transform"), lora.get("layers_pattern")
     if layers is None:
         return []
-    numbers = {int(found.group(1)) for name in modules if (found := re.search(r"\.(\d+)(?:\.|$)", name))}
     wanted = [layers] if isinstance(layers, int) else list(layers)
+    numbers = {number for name in modules if (number := layer_number(name)) is not None}
+    if given:
+        patterns = [given] if isinstance(given, str) else list(given)
+        lists = sorted({name.split(".")[-2] for name in modules if name.split(".")[-1].isdigit()})
+        listed = f"Layers are numbered under {', '.join(lists)}; remove it where one of these is meant"
+        numbers = set()
+        for pattern in patterns:
+            found = {number for name in modules if (number := layer_number(name, pattern)) is not None}
+            numbers |= found
+            if not found:
+                return [Problem(f"{pattern} matches no list of layers of this model", listed, key="layers_pattern")]
     missing = [layer for layer in wanted if layer not in numbers]
     message = f"this model has no layer {', '.join(map(str, missing))}"
     return [Problem(message, f"Layers are numbered 0 to {max(numbers)}", key="layers_to_transform")] if missing else []
 
 
+def layer_number(name: str, pattern: str = r"[^.]*") -> int | None:
+    """Return the number of the layer that a module stands in, under a list of that name; None for one in no layer."""
+    found = re.match(rf"(?:^|.*?\.)(?:{pattern})\.(\d+)(?:\.|$)", name)
+    return None if found is None else int(found.group(1))
+
+
 def _missing_tokens(tokens: Any, model: Any) -> list[Problem]:
-    num_rows = model.get_input_embeddings().weight.shape[0]
-    lists = list(tokens.values()) if isinstance(tokens, Mapping) else [tokens or []]
-    missing = [token for listed in lists for token in listed if not 0 <= token < num_rows]
-    message = f"the embedding of this model has no row {', '.join(map(str, missing))}"
-    return (
-        [Problem(message, f"Rows are numbered 0 to {num_rows - 1}", key="trainable_token_indices")] if missing else []
-    )
+    key, embedding, head = "trainable_token_indices", model.get_input_embeddings(), model.get_output_embeddings()
+    names = {name: module for name, module in model.named_modules() if module in (embedding, head)}
+    problems = []
+    for given, listed in (tokens if isinstance(tokens, Mapping) else {"": tokens or []}).items():
+        layers = [module for name, module in names.items() if name == given or name.endswith(f".{given}")]
+        if given and not layers:
+            fix = f"Rows are those of {', '.join(sorted(name.rpartition('.')[2] for name in names))}"
+            problems.append(Problem(f"{given} is no embedding and no output head", fix, key=key))
+            continue
+        num_rows = min(len(module.weight) for module in layers or [embedding])
+        missing = ", ".join(str(token) for token in listed if not 0 <= token < num_rows)
+        message = f"the embedding of this model has no row {missing}"
+        problems += [Problem(message, f"Rows are numbered 0 to {num_rows - 1}", key=key)] if missing else []
+    return problems
 
 
 def _near(name: str, existing: Sequence[str]) -> str:

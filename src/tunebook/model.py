@@ -16,14 +16,17 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from tunebook.attention import find_position_problems
+from tunebook.base_checks import find_base_problems
 from tunebook.errors import Problem, Refused
-from tunebook.lora_targets import ALL_LINEAR, check_lora_names
+from tunebook.lora_reach import whole_modules
+from tunebook.lora_targets import chosen_targets
 from tunebook.mutated_start import changes_base, keep_start
 from tunebook.new_tokens import make_room, start_rows, trained_rows
 from tunebook.places import check_model_path, is_local, local_path
 from tunebook.plan import Plan
 from tunebook.quiet import quiet_libraries
 from tunebook.recipe.schema import Recipe
+from tunebook.shares import adapter_notes, quantisation_notes, skipped_modules
 from tunebook.world import World
 
 WEIGHT_FILES = (
@@ -66,21 +69,25 @@ def load_architecture(recipe: Recipe) -> Any:
         return AutoConfig.from_pretrained(_source(recipe), revision=_revision(recipe))
 
 
-def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> None:
-    """Build the model without weights and raise Refused with every reason why this recipe cannot train it."""
+def check_base(recipe: Recipe, architecture: Any, tokenizer: Any) -> Any:
+    """Build the model without weights and raise Refused with every reason why this recipe cannot train it.
+
+    Returns the model as it will be, with its adapter.
+    """
     hollow = build_hollow(recipe, architecture)
-    if problems := _base_problems(recipe, architecture, hollow, tokenizer):
+    if problems := find_base_problems(recipe, architecture, hollow, tokenizer):
         raise Refused(problems)
-    if recipe.lora is not None:
-        if recipe.model.add_special_tokens:
-            make_room(hollow, tokenizer)
-        _rehearse_adapter(hollow, recipe, _with_new_tokens(hollow, recipe, tokenizer))
+    if recipe.lora is None:
+        return hollow
+    if recipe.model.add_special_tokens:
+        make_room(hollow, tokenizer)
+    return _rehearse_adapter(hollow, recipe, _with_new_tokens(hollow, recipe, tokenizer))
 
 
 def find_model_problems(
-    recipe: Recipe, tokenizer: Any, longest_row: int, micro_batch: int, with_adapter: bool = True
-) -> list[Problem]:
-    """Return why this recipe cannot train the model on micro-batches of rows up to `longest_row` tokens.
+    recipe: Recipe, plan: Plan, tokenizer: Any, longest_row: int, with_adapter: bool = True
+) -> tuple[list[Problem], list[str]]:
+    """Return why this recipe cannot train the model on rows up to `longest_row` tokens, and what is worth knowing.
 
     No weights are read. `with_adapter` puts LoRA on the model as well, for which peft takes seconds to import. A model
     that is not here, or only in part, is no problem yet: loading it will say what is wrong.
@@ -89,21 +96,19 @@ def find_model_problems(
         with quiet_libraries():
             architecture = load_architecture(recipe)
             hollow = build_hollow(recipe, architecture)
-            problems = _base_problems(recipe, architecture, hollow, tokenizer)
-            problems += find_position_problems(recipe, hollow.config, longest_row, micro_batch)
-            if not problems and with_adapter:
-                check_base(recipe, architecture, tokenizer)
-            return problems
+            problems = find_base_problems(recipe, architecture, hollow, tokenizer)
+            problems += find_position_problems(recipe, hollow.config, longest_row, plan.per_device_train_batch_size)
+            if problems or not with_adapter:
+                return problems, []
+            notes = quantisation_notes(hollow, recipe.quantization, plan.compute_dtype)
+            return [], notes + adapter_notes(check_base(recipe, architecture, tokenizer), recipe.lora)
     except Refused as refused:
-        return list(refused.problems) if is_local(recipe.model.name_or_path) else []
+        return (list(refused.problems) if is_local(recipe.model.name_or_path) else []), []
 
 
-def _base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: Any) -> list[Problem]:
-    problems = _vocabulary_problems(recipe, hollow, tokenizer) + _precision_problems(recipe, architecture)
-    problems += _architecture_problems(recipe, architecture)
-    if recipe.lora is not None:
-        problems += check_lora_names(hollow, recipe.lora, recipe.path)
-    return problems
+def find_model_notes(recipe: Recipe, plan: Plan, model: Any) -> list[str]:
+    """Return how much of a loaded model is quantised and gets LoRA, where it is not all that it seems."""
+    return quantisation_notes(model, recipe.quantization, plan.compute_dtype) + adapter_notes(model, recipe.lora)
 
 
 def build_hollow(recipe: Recipe, architecture: Any) -> Any:
@@ -157,9 +162,8 @@ def load_base(recipe: Recipe, plan: Plan, world: World) -> Any:
     quantization = None
     if recipe.quantization is not None:
         given = {**recipe.quantization, "bnb_4bit_compute_dtype": compute_dtype}
-        if given.get("llm_int8_skip_modules"):
-            # A list replaces transformers' own, and a head tied to the embedding cannot be quantised.
-            given["llm_int8_skip_modules"] = sorted({*given["llm_int8_skip_modules"], "lm_head"})
+        if skipped := skipped_modules(given):
+            given["llm_int8_skip_modules"] = skipped
         quantization = BitsAndBytesConfig(**given)
     with _refusing(recipe, "cannot be loaded"):
         base, loading = AutoModelForCausalLM.from_pretrained(
@@ -201,66 +205,33 @@ def _with_new_tokens(base: Any, recipe: Recipe, tokenizer: Any) -> dict[str, Any
     """Return the `lora` section with the rows of added tokens among what is trained, where no whole layer is."""
     lora = dict(recipe.lora or {})
     if tokens := recipe.model.add_special_tokens:
-        rows = trained_rows(base, tokenizer.convert_tokens_to_ids(tokens))
-        whole = {name.rpartition(".")[2] for name in lora.get("modules_to_save") or []}
-        rows = {name: ids for name, ids in rows.items() if name not in whole}
+        rows = trained_rows(base, tokenizer.convert_tokens_to_ids(tokens), whole_modules(base, lora))
         lora["trainable_token_indices"] = rows or None
     return lora
 
 
-def _rehearse_adapter(hollow: Any, recipe: Recipe, lora: Mapping[str, Any]) -> None:
+def _rehearse_adapter(hollow: Any, recipe: Recipe, lora: Mapping[str, Any]) -> Any:
     """Add the adapter to the model without weights, to hear peft's objections before the real ones load."""
     from peft import get_peft_model
 
-    # Other starts (PiSSA, OLoRA...) are drawn from the base's own weights, which are not there yet.
-    if lora.get("init_lora_weights", True) in (True, False, "gaussian"):
-        with _refusing(recipe, "cannot take this adapter", key="lora"):
-            get_peft_model(hollow, _lora_config(lora), low_cpu_mem_usage=True)
+    with _refusing(recipe, "cannot take this adapter", key="lora"):
+        config = _lora_config(lora)
+        if config.init_lora_weights not in (True, False, "gaussian"):
+            # Other starts (PiSSA, OLoRA...) are drawn from the base's own weights, which are not there yet.
+            config.init_lora_weights = True
+        return get_peft_model(hollow, config, low_cpu_mem_usage=True)
 
 
 def _lora_config(lora: Mapping[str, Any]) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(**{"target_modules": ALL_LINEAR, **copy.deepcopy(dict(lora)), "task_type": "CAUSAL_LM"})
+    return LoraConfig(**{**copy.deepcopy(dict(lora)), "target_modules": chosen_targets(lora), "task_type": "CAUSAL_LM"})
 
 
 def check_positions(recipe: Recipe, model: Any, longest_row: int, micro_batch: int) -> None:
     """Raise Refused where a row is longer than the positions that the model knows, or than a micro-batch may mix."""
     if problems := find_position_problems(recipe, model.config, longest_row, micro_batch):
         raise Refused(problems)
-
-
-def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
-    """Refuse a model that was saved for another task: read as a causal one, it would look at what it has to predict."""
-    other = ("MaskedLM", "Classification", "QuestionAnswering", "NextSentence", "PreTraining", "MultipleChoice")
-    saved = next(iter(getattr(architecture, "architectures", None) or []), "")
-    if not any(task in saved for task in other):
-        return []
-    message = f"{recipe.model.name_or_path} is a {saved}, no causal language model"
-    return [Problem(message, "Give a model that generates text", recipe.path, "model.name_or_path")]
-
-
-def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:
-    num_rows = hollow.get_input_embeddings().weight.shape[0]
-    added = set(recipe.model.add_special_tokens or ())
-    largest = max(number for token, number in tokenizer.get_vocab().items() if token not in added)
-    if largest < num_rows:
-        return []
-    message = f"the tokenizer has ids up to {largest}, the embedding of {recipe.model.name_or_path} has {num_rows} rows"
-    fix = "Give the tokenizer and the weights of one model; new tokens are named in model.add_special_tokens"
-    return [Problem(message, fix, recipe.path, "model.name_or_path")]
-
-
-def _precision_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
-    if recipe.lora is not None:
-        return []
-    if recipe.quantization is not None:
-        message = "quantised weights cannot be trained themselves"
-        return [Problem(message, "Add a lora section, or drop this one", recipe.path, "quantization")]
-    if getattr(architecture, "quantization_config", None) is not None:
-        message = f"{recipe.model.name_or_path} is saved quantised, and such weights cannot be trained themselves"
-        return [Problem(message, "Add a lora section", recipe.path, "model.name_or_path")]
-    return []
 
 
 def _source(recipe: Recipe) -> str:
@@ -293,6 +264,7 @@ def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Ite
         TypeError,
         RuntimeError,
         AssertionError,
+        AttributeError,
         SafetensorError,
     ) as error:
         reason = ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

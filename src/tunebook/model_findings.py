@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 from tunebook.errors import Problem, Refused
-from tunebook.findings import find_shape_problems
+from tunebook.findings import Finding, as_errors, find_shape_problems
 from tunebook.places import is_local
 from tunebook.plan import Plan
 from tunebook.recipe.schema import Recipe
-from tunebook.shapes import ModelShape, count_lora_parameters
+from tunebook.shapes import ModelShape, count_lora_parameters, find_config
 
 # Random weights tell as much of packing as the trained ones. So many are drawn in about a second, and take 1 GB.
 MOST_DRAWN = 250_000_000
@@ -16,29 +16,48 @@ MOST_DRAWN = 250_000_000
 
 def find_model_findings(
     recipe: Recipe, plan: Plan, shape: ModelShape | None, tokenizer: Any, longest_row: int
-) -> tuple[list[Problem], list[str]]:
-    """Return why this recipe cannot train the model on rows up to `longest_row` tokens, and what only loading tells."""
+) -> tuple[list[Finding], list[str]]:
+    """Return what is wrong or worth knowing of this recipe on the model with rows up to `longest_row` tokens.
+
+    The second list is what only loading the model tells.
+    """
     from tunebook.model import find_model_problems
 
     # Where the adapter's layers can be counted they are known to exist, and to be ones that peft adapts.
     is_known = (
         shape is not None and recipe.lora is not None and count_lora_parameters(shape, recipe.lora, 1) is not None
     )
-    micro_batch = plan.per_device_train_batch_size
-    problems = find_model_problems(recipe, tokenizer, longest_row, micro_batch, with_adapter=not is_known)
+    problems, notes = find_model_problems(recipe, plan, tokenizer, longest_row, with_adapter=not is_known)
     if problems:
-        return problems, []
+        return as_errors(problems), []
     if shape is not None and not is_local(recipe.model.name_or_path):
-        problems = find_shape_problems(recipe, shape, tokenizer, longest_row)
+        problems = find_hub_problems(recipe, shape, tokenizer, longest_row)
     unknown = []
     if recipe.data.packing and not problems:
         packing = find_packing_problems(recipe)
         if packing is None:
             unknown.append("packing: whether this model keeps joined rows apart is checked when it is loaded")
         problems += packing or []
-    if (recipe.lora or {}).get("init_lora_weights", True) not in (True, False, "gaussian"):
-        unknown.append("lora: whether the adapter can be put on is checked when the model is loaded")
-    return problems, unknown
+    return [*as_errors(problems), *(Finding("note", note, "") for note in notes)], unknown
+
+
+def find_hub_problems(recipe: Recipe, shape: ModelShape, tokenizer: Any | None, longest_row: int = 0) -> list[Problem]:
+    """Return what can be told of a model on the Hub that is not on this machine, from what is known of its config.
+
+    Its modules are built, without weights, only where the shape alone does not tell what the adapter reaches.
+    """
+    problems = find_shape_problems(recipe, shape, tokenizer, longest_row)
+    config = find_config(recipe.model.name_or_path, recipe.model.revision)
+    if problems or not config or recipe.lora is None or count_lora_parameters(shape, recipe.lora, 1) is not None:
+        return problems
+    from transformers import AutoConfig
+
+    from tunebook.base_checks import find_lora_problems
+    from tunebook.model import build_hollow
+    from tunebook.quiet import quiet_libraries
+
+    with quiet_libraries():
+        return find_lora_problems(recipe, build_hollow(recipe, AutoConfig.for_model(**config)))
 
 
 def find_packing_problems(recipe: Recipe) -> list[Problem] | None:

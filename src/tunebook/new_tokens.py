@@ -6,7 +6,7 @@ Word Embeddings for Pretrained Language Models), and are trained. An adapter hol
 needs no more than an embedding with room for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from tunebook.errors import Problem, Refused
@@ -18,7 +18,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     """Add tokens to a fast tokenizer; raises Refused with those that it has already.
 
     They are no "special" ones to the tokenizer, which would let a decoder drop them from answers, and a row's text not
-    hold them.
+    hold them. The one that ends a turn becomes special once the template shows which it is (data.chat_prompts).
     """
     from tokenizers import AddedToken
 
@@ -55,10 +55,13 @@ def start_rows(model: Any, ids: Sequence[int]) -> None:
             weight[list(ids)] = weight[: min(ids)].float().mean(0).to(weight.dtype)
 
 
-def trained_rows(model: Any, ids: Sequence[int]) -> dict[str, list[int]]:
-    """Return trainable_token_indices of LoraConfig for these ids: in the embedding, and in a head that is not tied."""
+def trained_rows(model: Any, ids: Sequence[int], whole: Container[int] = ()) -> dict[str, list[int]]:
+    """Return trainable_token_indices of LoraConfig for these ids: in the embedding, and in a head that is not tied.
+
+    Layers of which the id() is in `whole` have all their rows trained, and are left out.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight or model.config.get_text_config().tie_word_embeddings
-    wanted = [embedding] if tied else [embedding, head]
+    wanted = [module for module in ([embedding] if tied else [embedding, head]) if id(module) not in whole]
     names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
     return {names[id(module)]: sorted(ids) for module in wanted}

@@ -7,14 +7,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-# Architectures whose layers are known here: attention bias, norms of a layer in units of hidden size, norms on heads.
-ARCHITECTURES: Mapping[str, tuple[bool, int, bool]] = {
-    "qwen2": (True, 2, False),
-    "qwen3": (False, 2, True),
-    "llama": (False, 2, False),
-    "mistral": (False, 2, False),
-    "gemma2": (False, 4, False),
-    "phi3": (False, 2, False),
+# Architectures whose layers are known here: norms of a layer in units of hidden size, norms on heads, and the keys of a
+# config that give the attention's four layers or the MLP's three a bias. qwen2 always has one on q, k and v.
+ARCHITECTURES: Mapping[str, tuple[int, bool, tuple[str, ...]]] = {
+    "qwen2": (2, False, ()),
+    "qwen3": (2, True, ("attention_bias",)),
+    "llama": (2, False, ("attention_bias", "mlp_bias")),
+    "mistral": (2, False, ()),
+    "gemma2": (4, False, ("attention_bias",)),
+    "phi3": (2, False, ()),
+}
+# What transformers takes where a config.json leaves a key out, and other architectures take something else.
+LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen3": {"head_dim": 128},
 }
 
 
@@ -89,14 +96,15 @@ def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:
     kind = ARCHITECTURES.get(config.get("model_type", ""))
     if kind is None:
         return None
-    attention_bias, norms, head_norms = kind
+    norms, head_norms, bias_keys = kind
+    config = {**LEFT_OUT.get(config["model_type"], {}), **config}
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     query, key = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
     linears = _linears(config["model_type"], hidden, inner, query, key)
     per_layer = sum(inputs * outputs for _, inputs, outputs in linears) + norms * hidden
-    per_layer += (query + 2 * key if attention_bias else 0) + (2 * head_dim if head_norms else 0)
+    per_layer += _count_biases(config, bias_keys, query + 2 * key) + (2 * head_dim if head_norms else 0)
     tied = bool(config.get("tie_word_embeddings"))
     around = config["vocab_size"] * hidden * (1 if tied else 2) + hidden
     return ModelShape(
@@ -113,6 +121,15 @@ def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:
         num_norms=norms,
         has_head_norms=head_norms,
     )
+
+
+def _count_biases(config: Mapping[str, Any], keys: tuple[str, ...], attention: int) -> int:
+    """Return the biases of one layer; `attention` is the width of queries, keys and values together."""
+    if config["model_type"] == "qwen2":
+        return attention
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    numbers = {"attention_bias": attention + hidden, "mlp_bias": 2 * inner + hidden}
+    return sum(numbers[key] for key in keys if config.get(key))
 
 
 def _linears(kind: str, hidden: int, inner: int, query: int, key: int) -> tuple[tuple[str, int, int], ...]:

@@ -17,12 +17,11 @@ from tunebook.findings import (
     Finding,
     as_errors,
     find_data_warnings,
-    find_shape_problems,
     find_stop_notes,
     find_stop_problems,
 )
 from tunebook.memory_plan import Fullest, MemoryPlan, find_memory_warnings, plan_memory, with_micro_batch
-from tunebook.model_findings import find_model_findings
+from tunebook.model_findings import find_hub_problems, find_model_findings
 from tunebook.places import is_local, is_local_data
 from tunebook.plan import Plan, with_split
 from tunebook.planned_data import prepare_for_plan
@@ -104,7 +103,7 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command, refused: Sequenc
         unknown += _find_incomplete(recipe)
     if unknown:
         if shape is not None and not is_local(recipe.model.name_or_path):
-            findings += as_errors(find_shape_problems(recipe, shape, None))
+            findings += as_errors(find_hub_problems(recipe, shape, None))
     else:
         plan, data = _read_data(recipe, plan, shape, findings, unknown)
     if gpu and not gpu.bfloat16 and plan.compute_dtype == "bfloat16":
@@ -202,8 +201,8 @@ def _read_data(
     report = report_data(prepared)
     if not refused_for:
         findings += as_errors(find_stop_problems(recipe, tokenizer, prepared))
-    problems, unsure = find_model_findings(recipe, plan, shape, tokenizer, prepared.longest_row)
-    findings += as_errors(problems)
+    found, unsure = find_model_findings(recipe, plan, shape, tokenizer, prepared.longest_row)
+    findings += found
     unknown += unsure
     findings += find_stop_notes(recipe, tokenizer, prepared.stop_token_id)
     num_kept = report.num_train_rows + report.num_eval_rows

@@ -14,6 +14,7 @@ from tunebook.data.prompts import (
     any_of,
     control_tokens,
     eos_token_id,
+    make_special,
     mark_row,
     special_tokens,
     text_turn,
@@ -60,7 +61,6 @@ class ChatPrompts:
         except ValueError as error:  # several named templates and no default
             raise Refused(self._problem(str(error).splitlines()[0])) from error
         self._asked = any_of(control_tokens(tokenizer, self.source))
-        self._answered = any_of(special_tokens(tokenizer))
         question, answer = (message.content for message in PROBE.messages)
         prompt, full = self._probe()
         before, found, self._tail = full[len(prompt) :].partition(answer)
@@ -68,6 +68,9 @@ class ChatPrompts:
             if not is_shown:
                 raise Refused(self._problem(f"it does not show the {what}"))
         self._kept_tail, self.stop_token_id = _find_turn_end(tokenizer, self._tail)
+        # Whoever loads what was trained shows answers without special tokens, and no answer may hold its own end.
+        make_special(tokenizer, self.stop_token_id)
+        self._answered = any_of(special_tokens(tokenizer))
         self._shape = find_turn_shape(tokenizer, self.source)
         if self._shape and self._join(self._shape, PROBE) != (prompt, before + found):
             self._shape = None

@@ -17,6 +17,7 @@ from tunebook.data.quarantine import BadRow, check_bad_fraction, read_quarantine
 from tunebook.data.sources import Source, open_source
 from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE
 from tunebook.data.tokenise import QUARANTINE_FILE, Preparation, Progress
+from tunebook.data.unused_tokens import unused_token_notes
 from tunebook.recipe.schema import Recipe
 
 # Part of the cache key: raise it whenever the same rows would give other tokens, labels or files.
@@ -112,7 +113,8 @@ def prepare_data(recipe: Recipe, tokenizer: Any, report_progress: Progress | Non
     num_labelled = prepared.num_train_rows + prepared.num_eval_rows + prepared.num_dropped_rows
     check_truncated_fraction(prepared.truncation_table, num_labelled, data)
     notes = truncation_notes(prepared.truncation_table, num_labelled, data.max_length)
-    return replace(prepared, notes=(*prepared.notes, *_notes(manifest, day), *notes))
+    unused = unused_token_notes(prepared.train, tokenizer, recipe.model.add_special_tokens or ())
+    return replace(prepared, notes=(*prepared.notes, *_notes(manifest, day), *notes, *unused))
 
 
 def today() -> date:

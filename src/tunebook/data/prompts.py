@@ -129,6 +129,19 @@ def special_tokens(tokenizer: Any) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
+def make_special(tokenizer: Any, token_id: int) -> None:
+    """Make an added token special: who decodes without special tokens does not see it, and no text is read as it.
+
+    Its id and how it is found stay as they are. A token of the ordinary vocabulary is left alone.
+    """
+    from tokenizers import AddedToken
+
+    token = tokenizer.added_tokens_decoder.get(token_id)
+    if token is not None and not token.special:
+        kept = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        tokenizer.add_tokens([AddedToken(token.content, special=True, **kept)], special_tokens=True)
+
+
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern for any of the tokens, the longest first; it never matches where there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)

@@ -26,14 +26,24 @@ def _check_targets(sections: Sections, report: Report) -> None:
 
 
 def _check_layers(sections: Sections, report: Report) -> None:
-    layers = sections.get("lora.layers_to_transform")
-    if sections.get("lora.layers_pattern") and layers is None:
+    layers, pattern = sections.get("lora.layers_to_transform"), sections.get("lora.layers_pattern")
+    if layers == []:
+        report("lora.layers_to_transform", "is empty", "Name layers, or remove it; all layers are the default")
+    if pattern in ([], ""):
+        report("lora.layers_pattern", "is empty", "Name the list of layers, or remove it")
+    for part in [pattern] if isinstance(pattern, str) else pattern or []:
+        if error := _regex_error(part):
+            report("lora.layers_pattern", f"{part} is no regular expression: {error}", "Mend it")
+    if pattern and layers is None:
         report(
             "lora.layers_pattern", "has no effect without layers_to_transform", "Add layers_to_transform or remove it"
         )
     if layers is not None and not isinstance(sections.get("lora.target_modules"), list):
         fix = "Add target_modules: [q_proj, v_proj] or the like"
         report("lora.layers_to_transform", "needs a list of names in target_modules", fix)
+    if layers is not None and sections.get("lora.target_parameters"):
+        fix = "Write the layers into their names, such as layers.0.mlp.up_proj.weight"
+        report("lora.layers_to_transform", "has no effect on target_parameters", fix)
 
 
 def _check_patterns(sections: Sections, report: Report) -> None:
@@ -46,10 +56,17 @@ def _check_patterns(sections: Sections, report: Report) -> None:
 
 
 def _check_token_indices(sections: Sections, report: Report) -> None:
-    given: Any = sections.get("lora.trainable_token_indices")
-    for indices in given.values() if isinstance(given, dict) else [given or []]:
+    key = "lora.trainable_token_indices"
+    given: Any = sections.get(key)
+    lists = list(given.values()) if isinstance(given, dict) else [given]
+    if given is not None and (not lists or [] in lists):
+        report(key, "is empty", "Name token ids, or remove it")
+        return
+    for indices in lists if given is not None else []:
         if not isinstance(indices, list) or not all(type(index) is int and index >= 0 for index in indices):
-            report("lora.trainable_token_indices", f"got {shown(indices)}, expected a list of token ids", "Mend it")
+            report(key, f"got {shown(indices)}, expected a list of token ids", "Mend it")
+        elif len(set(indices)) < len(indices):
+            report(key, f"names {next(one for one in indices if indices.count(one) > 1)} twice", "Keep it once")
 
 
 def _check_start(sections: Sections, report: Report) -> None:
@@ -72,6 +89,25 @@ def _check_start(sections: Sections, report: Report) -> None:
     elif kind in NEED_WEIGHTS and sections.has("quantization"):
         fix = "Remove the quantization section, or use true or gaussian"
         report(key, f"{start} is made from the base weights, which are quantised", fix)
+
+
+def _check_start_beside(sections: Sections, report: Report) -> None:
+    """What a start or a kind of layer cannot have beside it, as peft would say once the weights are there."""
+    start = sections.get("lora.init_lora_weights", True)
+    if sections.get("lora.lora_bias") and not isinstance(start, bool):
+        report("lora.lora_bias", f"has no meaning beside init_lora_weights: {start}", "Remove one of the two")
+    if sections.get("lora.lora_bias") and sections.get("lora.use_dora"):
+        report("lora.lora_bias", "DoRA has no bias of its own", "Remove it, or use_dora")
+    ranks = [sections.get("lora.r", 8), *(sections.get("lora.rank_pattern") or {}).values()]
+    if start == "orthogonal" and any(isinstance(rank, int) and rank % 2 for rank in ranks):
+        report("lora.r", "an orthogonal start needs even ranks", "Make it even, also in rank_pattern")
+    by_name = sections.get("lora.target_parameters")
+    for name, words in (("use_dora", "DoRA"), ("velora_config", "VeLoRA"), ("lora_dropout", "dropout")):
+        if by_name and sections.get(f"lora.{name}"):
+            report(f"lora.{name}", f"target_parameters cannot have {words}", "Remove it, or target modules instead")
+    for name in ("use_dora", "target_parameters", "velora_config"):
+        if start == "mica" and sections.get(f"lora.{name}"):
+            report(f"lora.{name}", "mica cannot have it beside it", "Remove it, or set init_lora_weights: true")
 
 
 def _check_dora(sections: Sections, report: Report) -> None:
@@ -108,6 +144,7 @@ LORA_CHECKS = (
     _check_patterns,
     _check_token_indices,
     _check_start,
+    _check_start_beside,
     _check_dora,
     _check_new_tokens,
 )

@@ -159,6 +159,8 @@ def _check_range(section: str, name: str, value: Any) -> None:
             constrained: Any = Annotated[(field.annotation, *field.metadata)]
             TypeAdapter(constrained).validate_python(value)
         except ValidationError as error:
+            if value in ([], ""):
+                raise WrongValue("is empty; name something, or remove it") from error
             allowed = error.errors()[0]["msg"].removeprefix("Input should be ").removeprefix("String should have ")
             raise WrongValue(f"got {shown(value)}, expected a value {allowed}") from error
     low, high, allowed = RANGES.get(f"{section}.{name}", (None, None, ""))

@@ -71,7 +71,7 @@ def measure_apart(model: Any, compute_dtype: str) -> Apart:
     The model is left in the mode it was found in, and its parameters get no gradient.
     """
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = len(model.get_input_embeddings().weight)
     before, row = (torch.randint(vocabulary, (length,), generator=generator).tolist() for length in ROW_LENGTHS)
     was_training = model.training
     model.eval()

@@ -10,8 +10,9 @@ from transformers import TrainingArguments
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import Refused
 from tunebook.findings import find_stop_problems
-from tunebook.model import build_model, check_positions
+from tunebook.model import build_model, check_positions, find_model_notes
 from tunebook.plan import Plan
+from tunebook.plan_table import build_console, print_notes
 from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
 from tunebook.training.agreement import check_same_start
@@ -72,6 +73,8 @@ def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: Pr
             check_rows_apart(recipe, model, plan.compute_dtype)
         in_pieces, compiled = recipe.batch.fused_loss == "auto", arguments.torch_compile
         head_loss = HeadLoss(model, plan.compute_dtype, in_pieces, compiled)
+    if world.is_main:
+        print_notes(find_model_notes(recipe, plan, model), build_console())
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, head_loss, wall)
 
 
