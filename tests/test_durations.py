@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.durations import load_receipt, plan_duration, read_gpu, step_seconds_of
+from tunebook.durations import plan_duration, read_gpu, read_step_seconds, step_seconds_of
 from tunebook.errors import Refused
 from tunebook.plan import Plan, build_plan, with_rows
 from tunebook.recipe.reading import load_recipe
@@ -63,12 +63,12 @@ def test_a_receipt_counts_only_for_the_same_recipe_and_world(plan, tmp_path):
         ({"num_optimizer_steps": 0}, None),
     ):
         place.write_text(json.dumps(receipt | change))
-        assert load_receipt(str(tmp_path), "abc", plan) == expected, change
+        assert read_step_seconds(str(tmp_path), "abc", plan) == expected, change
     for text in ("", "[]", "{", "null"):
         place.write_text(text)
-        assert load_receipt(str(tmp_path), "abc", plan) is None
+        assert read_step_seconds(str(tmp_path), "abc", plan) is None
     place.unlink()
-    assert load_receipt(str(tmp_path), "abc", plan) is None
+    assert read_step_seconds(str(tmp_path), "abc", plan) is None
 
 
 def test_the_rate_gives_the_seconds_that_its_operations_take(plan):

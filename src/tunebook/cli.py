@@ -132,6 +132,21 @@ def report(
 app.command(name="repro", help=repro_command.HELP)(repro_command.repro)
 
 
+@app.command(help="Run a recipe with several seeds, and write what was measured beside it, as its receipt.")
+def bench(
+    recipe: Annotated[str, typer.Argument(help="The recipe; each of its runs goes to the end.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace the recipe's.")
+    ] = None,
+    num_processes: Annotated[int, typer.Option("--num-processes", min=1, help="How many processes.")] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many runs; their losses make the band.")] = 3,
+) -> None:
+    """End with the exit code of a run that did not complete, or 0."""
+    from tunebook.bench_recipe import bench as bench_recipe
+
+    raise typer.Exit(bench_recipe(recipe, overrides or (), num_processes, seeds))
+
+
 @app.command(help="Copy a recipe for another model, look at that model, and say what was found.")
 def new(
     target: Annotated[str, typer.Argument(help="The recipe to write, for example recipes/mine.yaml.")],

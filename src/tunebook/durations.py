@@ -65,7 +65,7 @@ def plan_duration(plan: Plan, step_seconds: float, source: str) -> Duration:
     return Duration(step_seconds, source, plan.steps_per_epoch, epoch, whole)
 
 
-def load_receipt(run_dir: str, recipe_sha256: str, plan: Plan) -> float | None:
+def read_step_seconds(run_dir: str, recipe_sha256: str, plan: Plan) -> float | None:
     """Return the seconds per step of a completed run of this recipe in `run_dir`, in the plan's world, or None."""
     try:
         summary: Mapping[str, Any] = json.loads((Path(run_dir) / "run_summary.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.command_line import Command
 from tunebook.data_report import DataReport, report_data
-from tunebook.durations import Duration, Gpu, load_receipt, plan_duration, read_gpu, step_seconds_of
+from tunebook.durations import Duration, Gpu, plan_duration, read_gpu, read_step_seconds, step_seconds_of
 from tunebook.errors import Problem, Refused
 from tunebook.findings import (
     Finding,
@@ -25,6 +25,7 @@ from tunebook.model_findings import find_hub_problems, find_model_findings
 from tunebook.places import is_local, is_local_data
 from tunebook.plan import Plan, with_split
 from tunebook.planned_data import prepare_for_plan
+from tunebook.receipts import find_step_seconds
 from tunebook.recipe.schema import Recipe
 from tunebook.row_view import Segment, view_row
 from tunebook.shapes import ModelShape, find_shape
@@ -235,9 +236,11 @@ def _duration(  # noqa: PLR0913, PLR0917 - each is a source of the number
         return plan_duration(plan, command.step_seconds, "--step-seconds")
     from tunebook.training.summary import recipe_sha256
 
-    measured = load_receipt(plan.run_dir, recipe_sha256(recipe), plan)
+    measured = read_step_seconds(plan.run_dir, recipe_sha256(recipe), plan)
     if measured is not None:
         return plan_duration(plan, measured, f"measured by the run in {plan.run_dir}")
+    if receipt := find_step_seconds(recipe, plan, command.gpu if gpu and gpu.tflops else None):
+        return plan_duration(plan, *receipt)
     if shape is None or gpu is None:
         return None
     source = "the GPU's rate, 40 % of it used: an estimate"
@@ -252,7 +255,7 @@ def _duration(  # noqa: PLR0913, PLR0917 - each is a source of the number
 
 def _missing_for_time(shape: ModelShape | None, gpu: Gpu | None) -> str:
     """Return what would tell the time of a step, or what is missing where a GPU was given."""
-    others = "--step-seconds S or a finished run of this recipe in the run folder tells it"
+    others = "--step-seconds S, a finished run in the run folder or `tunebook bench` tells it"
     if gpu is None:
         return f"--gpu NAME, {others}"
     if gpu.tflops is None:

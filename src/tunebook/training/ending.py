@@ -6,9 +6,11 @@ from typing import Any
 
 from tunebook.command_line import command_name
 from tunebook.data.prepare import PreparedData
+from tunebook.past_runs import read_past_runs
 from tunebook.plan import Plan
 from tunebook.plan_table import build_console, print_notes
 from tunebook.process_group import refuse_together
+from tunebook.receipts import compare_with_receipt, receipt_path
 from tunebook.recipe.schema import Recipe
 from tunebook.run_folder import find_finished, is_completed
 from tunebook.training.collectives import from_rank_0
@@ -24,7 +26,8 @@ def show_result(result: RunResult, plan: Plan, world: World) -> None:
         return
     console = build_console()
     console.print(render_result_table(result), markup=False, soft_wrap=True)
-    print_notes(result.notes, console)
+    [run] = read_past_runs([plan.run_dir])
+    print_notes((*result.notes, *compare_with_receipt(receipt_path(result.run.recipe.path), run)), console)
     console.print(_render_places(plan.adapter_dir, plan.run_dir), markup=False, soft_wrap=True)
 
 

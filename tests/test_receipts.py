@@ -1,0 +1,138 @@
+"""The receipt of a recipe: what `tunebook bench` writes, and what plans and later runs make of it."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from finished_runs import finished_place, train_in
+from fork_server import shared_server
+from past_run_folders import write_run
+from tunebook.errors import Refused
+from tunebook.past_runs import read_past_runs
+from tunebook.receipts import loss_band, part_means, read_receipt, receipt_path, write_receipt
+
+
+def entry(**values):
+    return {"hardware": "a", "num_processes": 1, "identity": {}, "loss_band": [], **values}
+
+
+def test_a_band_has_the_losses_of_all_seeds_and_as_much_again():
+    curves = [[(1, 4.0), (2, 2.0)], [(1, 4.5), (2, 2.0)]]
+    wide, flat = loss_band(curves)
+    assert wide == {"steps": [1, 1], "loss": [3.5, 5.0]}
+    assert flat["steps"] == [2, 2] and flat["loss"] == pytest.approx([1.96, 2.04])
+
+
+@pytest.mark.parametrize("steps", [1, 9, 10, 11, 94, 100])
+def test_parts_are_at_most_ten_and_hold_each_step_once(steps):
+    curve = [(step + 1, float(step)) for step in range(steps)]
+    parts = part_means(curve)
+    assert len(parts) <= 10 and parts[0][0] == 1 and parts[-1][1] == steps
+    assert all(one[1] + 1 == other[0] for one, other in pairwise(parts))
+    assert part_means([]) == []
+
+
+def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
+    path = receipt_path(str(tmp_path / "mine.yaml"))
+    assert path.name == "mine.receipt.json" and read_receipt(path) == []
+    for one in (entry(date="1"), entry(date="2", num_processes=2), entry(date="3")):
+        write_receipt(path, one)
+    assert [one["date"] for one in read_receipt(path)] == ["2", "3"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"measured": [{}]}', '{"measured": 3}', "\xff"])
+def test_what_is_no_receipt_is_refused_by_its_place(tmp_path, content):
+    path = tmp_path / "mine.receipt.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(Refused, match=r"mine\.receipt\.json: is no receipt"):
+        read_receipt(path)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A copy of a folder with a finished run, as the current folder; launches go through the server of ranks."""
+    folder = tmp_path / "place"
+    shutil.copytree(finished_place(), folder)
+    monkeypatch.chdir(folder)
+    started = []
+
+    def launch(script, words, num_processes):
+        started.append(list(words))
+        server, log = shared_server(), folder / "launched.log"
+        environ = {"TUNEBOOK_CACHE": str(folder / "cache")}
+        life = server.wait(server.start(list(words), num_processes, folder, log, **environ))
+        return max(life.rank_codes())
+
+    monkeypatch.setattr("tunebook.launch.launch", launch)
+    return folder, started
+
+
+@pytest.mark.slow
+def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place, capsys):
+    from tunebook.bench_recipe import bench
+
+    folder, started = place
+    assert bench("recipe.yaml", (), 1, 2) == 0
+    assert capsys.readouterr().out.startswith("receipt: recipe.receipt.json\n")
+    assert [words[2] for words in started] == ["training.seed=42", "training.seed=43"]
+    assert not any(Path(words[-1]).exists() for words in started), "their folders are deleted"
+    [made] = read_receipt(folder / "recipe.receipt.json")
+    assert made["seeds"] == [42, 43] and made["num_processes"] == 1 and made["num_optimizer_steps"] == 9
+    assert made["seconds_per_step"] > 0 and made["eval_loss"][0] != made["eval_loss"][1]
+    assert made["tokens_per_second"]["least"] <= made["tokens_per_second"]["median"]
+
+    [earlier] = read_past_runs(["runs/recipe"])
+    inside = [low <= loss <= high for (low, high), (_, _, loss) in _beside(made, earlier)]
+    assert len(inside) == 9 and all(inside), "a run with one of the seeds"
+    changed = {**made, "loss_band": [{**part, "loss": [9.0, 9.5]} for part in made["loss_band"]]}
+    changed["tokens_per_second"] = {**made["tokens_per_second"], "median": 1e9}
+    write_receipt(folder / "recipe.receipt.json", changed)
+    life = train_in(folder, "--fresh")
+    assert life.rank_codes() == [0]
+    said = life.output()
+    assert "note: the loss of steps 1 to 1 is " in said
+    assert "out of the band of recipe.receipt.json: 9.0000 to 9.5000" in said
+    assert "trained tokens per second, where recipe.receipt.json has 1,000,000,000 on the same hardware" in said
+    other = train_in(folder, "--run-dir", "runs/other", "training.learning_rate=2e-3")
+    assert other.rank_codes() == [0] and "receipt" not in other.output().split("--run-dir")[-1], "other values"
+
+
+def _beside(receipt, run):
+    return [
+        (part["loss"], mean) for part, mean in zip(receipt["loss_band"], part_means(run.curve("loss")), strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_none(place, capsys, monkeypatch):
+    from tunebook.bench_recipe import bench
+    from tunebook.command_line import read_command
+    from tunebook.planning import show_plan
+    from tunebook.recipe.reading import load_recipe
+
+    folder, _ = place
+    [run] = read_past_runs(["runs/recipe"])
+    from tunebook.receipts import build_entry
+
+    write_receipt(folder / "recipe.receipt.json", {**build_entry([run], [42]), "seconds_per_step": 7.25})
+    words = ["recipe.yaml", "--plan", "--json", "--num-processes", "1", "--device", "cpu", "--run-dir", "runs/new"]
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(folder / "cache"))
+    show_plan(load_recipe("recipe.yaml"), read_command(words))
+    time = json.loads(capsys.readouterr().out)["time"]
+    assert time["step_seconds"] == 7.25 and "recipe.receipt.json" in time["source"]
+    before = (folder / "recipe.receipt.json").read_bytes()
+    monkeypatch.setattr("tunebook.launch.launch", lambda *words: 75)
+    assert bench("recipe.yaml", (), 1, 3) == 75
+    assert (folder / "recipe.receipt.json").read_bytes() == before
+
+
+def test_runs_of_other_values_or_without_identity_are_not_compared(tmp_path):
+    from tunebook.receipts import compare_with_receipt
+
+    folder = write_run(tmp_path / "run")
+    write_receipt(tmp_path / "mine.receipt.json", entry(identity={"training.optim": "another"}))
+    [run] = read_past_runs([str(folder)])
+    assert compare_with_receipt(tmp_path / "mine.receipt.json", run) == []
