@@ -41,7 +41,7 @@ def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
 
 
 def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:
-    num_rows = hollow.get_input_embeddings().num_embeddings
+    num_rows = hollow.get_input_embeddings().weight.shape[0]
     added = set(recipe.model.add_special_tokens or ())
     largest = max(number for token, number in tokenizer.get_vocab().items() if token not in added)
     if largest < num_rows:
