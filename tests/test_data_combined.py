@@ -73,7 +73,9 @@ def expected(whole, limit, policy):
         counts["truncated"] += is_longer
         counts["lost"] += len(places) - len(left)
         end = left[-1] + 1
+        asked = row["prompt_length"] if row["prompt_length"] < end else 0  # 0: nothing of its last answer is left
         kept.append({"input_ids": row["input_ids"][:end], "labels": row["labels"][:end], "length": end})
+        kept[-1]["prompt_length"] = asked
     return kept, (counts["truncated"], counts["dropped"], counts["lost"])
 
 
