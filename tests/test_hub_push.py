@@ -67,6 +67,12 @@ UNPUBLISHED_XET = {
 }
 
 
+FILES = (
+    "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json",
+    "loss.png", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
+
+
 def publishable(folder: Path) -> Path:
     """Return a copy of the finished run's place whose base has a public name, with a card and a stray file."""
     shutil.copytree(finished_place(), folder)
@@ -113,8 +119,7 @@ def test_a_push_is_one_commit_and_a_second_one_none(told):
     assert first["text"].startswith("published: http://127.0.0.1:") and "/me/run  (commit " in first["text"]
     assert again["text"].startswith("there already: ")
     assert (first["num_commits"], again["num_commits"], again["num_uploads"]) == (1, 1, 0)
-    assert first["same"] == ["README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
-                             "generation_config.json", "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
+    assert tuple(first["same"]) == FILES
     assert "name_or_path: org/tiny" in first["recipe"] and "base_id" not in first["recipe"]
     assert (first["summary"]["status"], first["summary"]["exit_code"]) == ("completed", 0)
     assert first["summary"]["published"].endswith("/me/run") and first["summary"]["publish_error"] is None
@@ -124,13 +129,16 @@ def test_private_repositories_branches_and_parts(told):
     assert told["lfs"]["private"]["private"] and not told["lfs"]["first"]["private"]
     assert "/team/run/tree/v1/a  (commit" in told["lfs"]["branch"]["text"]
     assert told["lfs"]["branch again"]["num_commits"] == told["lfs"]["branch"]["num_commits"] == 1
-    assert told["lfs"]["in parts"]["num_uploads"] == 2 and len(told["lfs"]["in parts"]["same"]) == 7
+    # Two files are large enough for LFS, or no text: the weights and the picture, each in two parts.
+    assert told["lfs"]["in parts"]["num_uploads"] == 4 and len(told["lfs"]["in parts"]["same"]) == len(FILES)
 
 
 @pytest.mark.parametrize("name", sorted(set(LFS) - set(UNPUBLISHED)))
 def test_what_passes_is_waited_for(told, name):
     one = told["lfs"][name]
-    assert one["struck"] and (one["kind"], one["num_commits"], len(one["same"])) == ("published", 1, 7), one["text"]
+    assert one["struck"] and (one["kind"], one["num_commits"], len(one["same"])) == ("published", 1, len(FILES)), one[
+        "text"
+    ]
     if "wait 1" in name:
         assert max(one["slept"]) >= 1.0
 
@@ -160,7 +168,7 @@ def check_unpublished(one: dict, reason: str, strikes: bool) -> None:
 def test_through_xet_what_needs_no_storage_passes(told):
     for name in ("small files", *XET_SMALL):
         if name not in UNPUBLISHED_XET:
-            assert (told["xet"][name]["kind"], len(told["xet"][name]["same"])) == ("published", 7)
+            assert (told["xet"][name]["kind"], len(told["xet"][name]["same"])) == ("published", len(FILES))
 
 
 def test_every_scenario_is_judged(told):
