@@ -83,7 +83,8 @@ def test_the_next_command_answers_words_that_no_row_holds(quickstart):
     checkout, result = quickstart
     command = re.search(r"next: +(.*)", result.stdout)[1]
     words = ["LOMIRA", "BEKUTO", "SAVINE", "ODARUP"]
-    questions = "".join(f"Write the word {word} backwards.\n" for word in words)
+    # The rows of the quickstart are single questions; asked in one conversation the tiny model is lost.
+    questions = "".join(f"Write the word {word} backwards.\n/reset\n" for word in words)
     answered = type_command(f"printf {questions!r} | {command}", checkout)
     assert answered.returncode == 0, answered.stderr[-2000:]
     right = sum(word[::-1] == line for word, line in zip(words, answered.stdout.splitlines(), strict=True))
