@@ -40,8 +40,8 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
         check_publishing(recipe, world)
         if not is_finished(recipe, plan, world, tokenizer, data, command.fresh):
             start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
-            run = build_run(recipe, plan, world, tokenizer, data)
-            with hold_run_folder(plan, recipe, world, start.identity, start.keep):
+            run = build_run(recipe, plan, world, tokenizer, data, start.keep)
+            with hold_run_folder(run.plan, recipe, world, start.identity, start.keep):
                 show_result(train(run, start.checkpoint), plan, world)
     publish_finished(recipe, plan, world)
 

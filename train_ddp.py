@@ -77,8 +77,8 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
         if is_finished(recipe, plan, world, tokenizer, data, command.fresh):
             return
         start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
-        run = build_run(recipe, plan, world, tokenizer, data)
-        with hold_run_folder(plan, recipe, world, start.identity, start.keep):
+        run = build_run(recipe, plan, world, tokenizer, data, start.keep)
+        with hold_run_folder(run.plan, recipe, world, start.identity, start.keep):
             result = train(run)
     show_result(result, plan, world)
 

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tunebook.errors import Problem
+from tunebook.randomness import random_settings
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import training_keys
 from tunebook.recipe.values import nearest_divisors
 
 # The largest micro-batch chosen when a recipe gives only the global batch: TrainingArguments' own default.
 LARGEST_CHOSEN_MICRO_BATCH = 8
+# Where a number comes from that stands in for `auto` until a run measures (training/choosing.py).
+DECIDED_AT_START = "auto: measured at the start of the run, which decides"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) 
     micro-batch x accumulation x processes, as TrainingArguments has it.
     """
     whole = recipe.batch.global_batch_size
-    micro = recipe.arguments.get("per_device_train_batch_size")
+    micro = None if recipe.chooses_micro_batch else recipe.arguments.get("per_device_train_batch_size")
     if whole is None:
         micro_origin = _said(recipe, "per_device_train_batch_size")
         micro = micro or training_keys()["per_device_train_batch_size"].default
@@ -59,22 +62,29 @@ def derive_batches(recipe: Recipe, num_processes: int, problems: list[Problem]) 
             "gradient_accumulation_steps": _said(recipe, "gradient_accumulation_steps"),
         }
         return Batches(num_processes * micro * accumulation, micro, accumulation, origins)
-    chosen = micro is None
+    origin = "chosen: it divides the batch" if micro is None else _said(recipe, "per_device_train_batch_size")
     if micro is None:
         share = whole // num_processes if whole % num_processes == 0 else 1
         micro = max(size for size in range(1, LARGEST_CHOSEN_MICRO_BATCH + 1) if share % size == 0)
+    problems += _find_random(recipe)
     if whole % (num_processes * micro):
         problems.append(_indivisible(recipe, whole, micro, num_processes))
         return None
     accumulation = whole // (num_processes * micro)
     origins = {
         "global_batch_size": _said(recipe, "global_batch_size"),
-        "per_device_train_batch_size": "chosen: it divides the batch"
-        if chosen
-        else _said(recipe, "per_device_train_batch_size"),
+        "per_device_train_batch_size": DECIDED_AT_START if recipe.chooses_micro_batch else origin,
         "gradient_accumulation_steps": f"{whole} / ({counted(num_processes, 'process')} x {counted(micro, 'row')})",
     }
     return Batches(whole, micro, accumulation, origins)
+
+
+def _find_random(recipe: Recipe) -> list[Problem]:
+    """Return why the micro-batch of this recipe cannot be left to the program: with it the result would change."""
+    drawn = " and ".join(random_settings(recipe)) if recipe.chooses_micro_batch else ""
+    message = f"auto would change the result: {drawn} draws other numbers in each micro-batch"
+    fix = "Give a number, or draw none"
+    return [Problem(message, fix, recipe.path, "training.per_device_train_batch_size")] if drawn else []
 
 
 def _indivisible(recipe: Recipe, whole: int, micro: int, num_processes: int) -> Problem:

@@ -9,7 +9,7 @@ from tunebook.data.cache import file_sha256
 from tunebook.errors import Problem
 from tunebook.places import is_local, local_path
 from tunebook.plan import Plan
-from tunebook.recipe.schema import DataSection, ModelSection, Recipe
+from tunebook.recipe.schema import AUTO, DataSection, ModelSection, Recipe
 from tunebook.recipe.upstream import lora_keys, quantization_keys, training_keys
 
 Identity = dict[str, Any]
@@ -150,6 +150,8 @@ def taken_over(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     for name, value in recipe.arguments.items():
         if name in HARMLESS_TRAINING - (MEASURING if best else frozenset()):
             found[f"training.{name}"] = value
+    if recipe.chooses_micro_batch:  # what is chosen may be another each time
+        found |= dict.fromkeys(("training.per_device_train_batch_size", "training.gradient_accumulation_steps"), AUTO)
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Literal
 
-from tunebook.batch_arithmetic import counted
+from tunebook.batch_arithmetic import DECIDED_AT_START, counted
 from tunebook.command_line import Command
 from tunebook.errors import Problem, Refused
 from tunebook.plan import Plan
@@ -96,9 +96,10 @@ def job_name(plan: Plan) -> str:
 
 def _render_arithmetic(plan: Plan, nodes: int, gpus: int) -> str:
     machines = f"{counted(nodes, 'machine')} with {counted(gpus, 'GPU')}{' each' if nodes > 1 else ''}"
+    is_open = plan.origins["per_device_train_batch_size"] == DECIDED_AT_START
     factors = (
         counted(plan.world_size, "process"),
-        counted(plan.per_device_train_batch_size, "row"),
+        counted(plan.per_device_train_batch_size, "row") + (" (auto)" if is_open else ""),
         counted(plan.gradient_accumulation_steps, "micro-step"),
     )
     return f"{machines}: {' x '.join(factors)} = {plan.global_batch_size} rows per step"

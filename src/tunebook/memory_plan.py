@@ -101,7 +101,7 @@ def plan_memory(
         there = work_of(recipe, with_micro_batch(recipe, plan, size), shape, size_of(size), [])
         return limit is not None and predict_memory(shape, storage, there).total + context <= limit
 
-    largest = None if limit is None else find_largest(_sizes(recipe, plan), fits)
+    largest = None if limit is None else find_largest(find_sizes(recipe, plan), fits)
     return MemoryPlan(
         checkpointed=predict_memory(shape, storage, replace(work, checkpointing=True)),
         kept=predict_memory(shape, storage, replace(work, checkpointing=False)),
@@ -129,7 +129,7 @@ def with_micro_batch(recipe: Recipe, plan: Plan, rows: int) -> Plan:
 def storage_of(recipe: Recipe, plan: Plan, shape: ModelShape, assumed: list[str]) -> Storage:
     """Return how this run keeps its numbers (model.py): what is trained in float32, the rest in the compute type."""
     compute = FLOAT32 if plan.compute_dtype == "float32" else 2
-    optimizer, step = _optimizer_bytes(plan.optim, assumed)
+    optimizer, step = count_optimizer_bytes(plan.optim, assumed)
     quantized, constants = _quantization_bytes(recipe, shape)
     is_full = recipe.lora is None
     return Storage(
@@ -174,7 +174,8 @@ def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[in
     )
 
 
-def _optimizer_bytes(name: str, assumed: list[str]) -> tuple[float, float]:
+def count_optimizer_bytes(name: str, assumed: list[str]) -> tuple[float, float]:
+    """Return an optimizer's bytes of state for each trained weight, and those that a step computes with."""
     known = [beginning for beginning in OPTIMIZERS if name.startswith(beginning)]
     if not known:
         assumed.append(f"the states of {name} are counted as AdamW's")
@@ -194,7 +195,7 @@ def _quantization_bytes(recipe: Recipe, shape: ModelShape) -> tuple[float, float
     return 0.5, FLOAT32 / QUANTIZED_BLOCK
 
 
-def _sizes(recipe: Recipe, plan: Plan) -> list[int]:
+def find_sizes(recipe: Recipe, plan: Plan) -> list[int]:
     """Return the micro-batches that keep the global batch; with the classic pair any number does."""
     if recipe.batch.global_batch_size is None:
         return list(range(1, LARGEST_TRIED + 1))

@@ -97,7 +97,8 @@ def find_model_problems(
             architecture = load_architecture(recipe)
             hollow = build_hollow(recipe, architecture)
             problems = find_base_problems(recipe, architecture, hollow, tokenizer)
-            problems += find_position_problems(recipe, hollow.config, longest_row, plan.per_device_train_batch_size)
+            micro_batch = 1 if recipe.chooses_micro_batch else plan.per_device_train_batch_size
+            problems += find_position_problems(recipe, hollow.config, longest_row, micro_batch)
             if problems or not with_adapter:
                 return problems, []
             notes = quantisation_notes(hollow, recipe.quantization, plan.compute_dtype)

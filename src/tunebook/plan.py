@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.attention import attention_notes, check_attention
-from tunebook.batch_arithmetic import count_held_out, counted, derive_batches, scale_learning_rate
+from tunebook.batch_arithmetic import DECIDED_AT_START, count_held_out, counted, derive_batches, scale_learning_rate
 from tunebook.errors import Problem, Refused
 from tunebook.randomness import random_notes
 from tunebook.recipe.defaults import OUR_DEFAULTS
-from tunebook.recipe.schema import Recipe
+from tunebook.recipe.schema import AUTO, Recipe
 from tunebook.recipe.upstream import lora_keys, training_keys
 from tunebook.shapes import ModelShape, count_lora_parameters, find_config, find_shape
 from tunebook.sharding import NOTE as SHARDING_NOTE
@@ -26,7 +26,7 @@ class Plan:
     """What one run will do. What is not known yet (rows, the shape of a model never seen) is None.
 
     `origins` says for each field where its number came from: the recipe, the command line, a default and whose, the
-    world, or the arithmetic that gave it.
+    world, or the arithmetic that gave it. `choice` is what `auto` was decided by, once it is.
     """
 
     recipe: str
@@ -61,6 +61,7 @@ class Plan:
     data_seed: int
     notes: tuple[str, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
+    choice: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, for plan.json and --json."""
@@ -150,6 +151,8 @@ def with_split(plan: Plan, num_train_rows: int, num_eval_rows: int, origins: Map
 
 def argument(recipe: Recipe, name: str) -> Setting:
     """Return the value that a TrainingArguments key has in this run: the recipe's, tunebook's or upstream's default."""
+    if recipe.arguments.get(name) == AUTO and name in OUR_DEFAULTS:
+        return Setting(OUR_DEFAULTS[name], DECIDED_AT_START)
     if name in recipe.arguments:
         return Setting(recipe.arguments[name], said(recipe, f"training.{name}"))
     if name in OUR_DEFAULTS:

@@ -105,8 +105,9 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command, refused: Sequenc
     if unknown:
         if shape is not None and not is_local(recipe.model.name_or_path):
             findings += as_errors(find_hub_problems(recipe, shape, None))
+        plan = _choose(recipe, plan, shape, None, gpu)
     else:
-        plan, data = _read_data(recipe, plan, shape, findings, unknown)
+        plan, data = _read_data(recipe, plan, shape, findings, unknown, gpu)
     if gpu and not gpu.bfloat16 and plan.compute_dtype == "bfloat16":
         fix = "Set model.dtype: float16, or float32"
         findings.append(Finding("error", f"--gpu {command.gpu} has no bfloat16", fix, "model.dtype"))
@@ -178,8 +179,19 @@ def _find_incomplete(recipe: Recipe) -> list[str]:
     return unknown
 
 
-def _read_data(
-    recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding], unknown: list[str]
+def _choose(
+    recipe: Recipe, plan: Plan, shape: ModelShape | None, lengths: Sequence[int] | None, gpu: Gpu | None
+) -> Plan:
+    """Return the plan with what `auto` would be by memory alone, where a GPU is asked about."""
+    if gpu is None or not (recipe.chooses_micro_batch or recipe.chooses_checkpointing):
+        return plan
+    from tunebook.candidates import choose_by_memory
+
+    return choose_by_memory(recipe, plan, shape, lengths, gpu.memory_gib)
+
+
+def _read_data(  # noqa: PLR0913, PLR0917 - two of them are filled
+    recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding], unknown: list[str], gpu: Gpu | None
 ) -> tuple[Plan, DataPart | None]:
     """Prepare the data, or find it prepared; return the plan for its rows, and add to `findings` and `unknown`."""
     from tunebook.data.tokenizer import tokenizer_of
@@ -198,6 +210,7 @@ def _read_data(
     plan = with_split(plan, prepared.num_train_rows, prepared.num_eval_rows, origins)
     plan = replace(plan, notes=(*plan.notes, *prepared.notes))
     lengths = prepared.train.data.column("length").to_pylist()
+    plan = _choose(recipe, plan, shape, lengths, gpu)
     padding = measure_padding(recipe, plan, lengths)
     report = report_data(prepared)
     if not refused_for:

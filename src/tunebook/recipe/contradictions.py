@@ -13,6 +13,7 @@ from tunebook.recipe.data_checks import DATA_CHECKS
 from tunebook.recipe.hub_checks import HUB_CHECKS
 from tunebook.recipe.lora_checks import LORA_CHECKS
 from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES, SENDING_VARIABLES
+from tunebook.recipe.schema import AUTO
 from tunebook.recipe.source import Source
 from tunebook.recipe.values import nearest_divisors
 
@@ -80,7 +81,10 @@ def _check_compute_type(sections: Sections, report: Report) -> None:
 
 
 def _check_global_batch(sections: Sections, report: Report) -> None:
-    whole = sections.get("training.global_batch_size")
+    whole, micro = sections.get("training.global_batch_size"), sections.get("training.per_device_train_batch_size", 1)
+    if whole is None and micro == AUTO:
+        message = "auto needs global_batch_size: without it the rows of a step grow with the micro-batch"
+        report("training.per_device_train_batch_size", message, "Add training.global_batch_size, or give a number")
     if whole is None:
         return
     if sections.get("training.gradient_accumulation_steps") is not None:
@@ -89,8 +93,7 @@ def _check_global_batch(sections: Sections, report: Report) -> None:
     if sections.get("training.learning_rate_scaling", "none") != "none":
         fix = "Remove it; nothing scales when the global batch is fixed"
         report("training.learning_rate_scaling", "is given beside global_batch_size", fix)
-    micro = sections.get("training.per_device_train_batch_size", 1)
-    if whole % micro:
+    if micro != AUTO and whole % micro:
         fix = f"Use {' or '.join(map(str, nearest_divisors(whole, micro, 2)))}"
         report("training.per_device_train_batch_size", f"{micro} does not divide global_batch_size {whole}", fix)
 

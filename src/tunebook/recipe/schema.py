@@ -6,6 +6,9 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# What `per_device_train_batch_size` and `activation_checkpointing` say where the program is to choose.
+AUTO: Final = "auto"
+
 
 class Section(BaseModel):
     """A section whose keys are tunebook's own."""
@@ -160,6 +163,16 @@ class Recipe:
     places: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     hub: HubSection | None = None
+
+    @property
+    def chooses_micro_batch(self) -> bool:
+        """Whether the micro-batch is left to the program (`auto`)."""
+        return self.arguments.get("per_device_train_batch_size") == AUTO
+
+    @property
+    def chooses_checkpointing(self) -> bool:
+        """Whether activation checkpointing is left to the program (`auto`)."""
+        return self.arguments.get("activation_checkpointing") == AUTO
 
     @property
     def seed(self) -> int:

@@ -42,6 +42,9 @@ def training_keys() -> Mapping[str, UpstreamKey]:
         "report_to": Optional[Union[reports, list[reports]]],
         "debug": Literal["underflow_overflow"],
         "torch_compile_mode": Optional[modes],
+        # Neither changes the result, so that the program may choose.
+        "per_device_train_batch_size": Union[int, Literal["auto"]],
+        **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), Union[bool, Literal["auto"]]),
         # The class also takes JSON text here; a recipe writes a mapping.
         **{name: Optional[dict] for name in keys if name.endswith("_kwargs")},
     }

@@ -88,6 +88,7 @@ def _planned(recipe: Recipe, plan: Plan, world: World) -> dict[str, Any]:
         "run_name": recipe.stem,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "activation_checkpointing": plan.activation_checkpointing,
         "learning_rate": plan.learning_rate,
         "seed": recipe.seed,
         "data_seed": recipe.data_seed,

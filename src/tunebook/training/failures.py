@@ -6,21 +6,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tunebook.checkpoints import list_checkpoints
 from tunebook.errors import LAUNCHER_NOTICES_SECONDS, PEER_ENDED, Interrupted, TrainingFailed, is_peer_gone
 from tunebook.plan import Plan
 from tunebook.signals import deferred_signals, ignore_signals
 from tunebook.training.collectives import wait_for_all
+from tunebook.training.measuring import is_out_of_memory
 from tunebook.training.outcome import Training
 from tunebook.training.stopping import StopAgreed
 
 # What they say when nothing came within the time-out; where it is known who is behind, the watchdog has said so before.
 TIMED_OUT = ("timed out waiting", "operation timed out", "timeout waiting")
 AGAIN = "run the same command again"
-# torch has an error of its own for a GPU, and none for a CPU.
-NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 @contextmanager
@@ -61,7 +58,7 @@ def explaining(trainer: Training, plan: Plan) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         said = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in NO_MEMORY):
+        if is_out_of_memory(error):
             raise TrainingFailed(_render_out_of_memory(trainer, plan), befell="this rank") from error
         if is_peer_gone(error):
             time.sleep(LAUNCHER_NOTICES_SECONDS)

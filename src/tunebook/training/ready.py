@@ -17,10 +17,12 @@ from tunebook.process_group import refuse_together
 from tunebook.recipe.schema import Recipe
 from tunebook.training.agreement import check_same_start
 from tunebook.training.arguments import build_training_arguments, check_schedule
-from tunebook.training.batches import BatchLayout, GlobalBatchSampler, build_train_batches, join_rows, pad_right
+from tunebook.training.batches import BatchLayout, GlobalBatchSampler, Rows, build_train_batches, join_rows, pad_right
+from tunebook.training.choosing import choose, open_options
 from tunebook.training.head_loss import HeadLoss
 from tunebook.training.measuring import Stopwatch
 from tunebook.training.packing import check_rows_apart
+from tunebook.training.probing import Bench
 from tunebook.world import World
 
 # Of which all ranks need the same version: another one may draw, round or lay out batches in another way.
@@ -48,34 +50,54 @@ class ReadyRun:
         return join_rows if self.recipe.data.packing else pad_right
 
 
-def build_run(recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData) -> ReadyRun:
-    """Build arguments, batches and model; every rank raises the same Refused where any of them cannot be had."""
+def build_run(  # noqa: PLR0913, PLR0917 - what a run is made of
+    recipe: Recipe, plan: Plan, world: World, tokenizer: Any, data: PreparedData, goes_on: bool = False
+) -> ReadyRun:
+    """Build arguments, batches and model; every rank raises the same Refused where any of them cannot be had.
+
+    What a recipe leaves open (`auto`) is chosen here, or kept where the run in the folder is gone on with (`goes_on`).
+    """
     wall = Stopwatch()
     wall.start()
     check_same_start(start_facts(recipe, plan, data))
+    options = open_options(recipe, plan, world, data, goes_on)
+    plan = options.plan
     with refuse_together():
         if problems := find_stop_problems(recipe, tokenizer, data):
             raise Refused(problems)
-        arguments = build_training_arguments(recipe, plan, world)
-        layout = BatchLayout(
-            plan.global_batch_size,
-            world.num_processes,
-            plan.gradient_accumulation_steps,
-            world.rank,
-            packed=recipe.data.packing,
-        )
-        lengths = data.train["length"]
-        batches = build_train_batches(lengths, layout, recipe.data_seed, arguments.dataloader_drop_last)
+        arguments, batches = _build_batches(recipe, plan, world, data)
         check_schedule(arguments, plan)
         model = build_model(recipe, plan, world, tokenizer)
-        check_positions(recipe, model, data.longest_row, plan.per_device_train_batch_size)
+        is_open = bool(options.candidates) and recipe.chooses_micro_batch
+        check_positions(recipe, model, data.longest_row, 1 if is_open else plan.per_device_train_batch_size)
         if recipe.data.packing:
             check_rows_apart(recipe, model, plan.compute_dtype)
         in_pieces, compiled = recipe.batch.fused_loss == "auto", arguments.torch_compile
         head_loss = HeadLoss(model, plan.compute_dtype, in_pieces, compiled)
+    if options.candidates:
+        collate = join_rows if recipe.data.packing else pad_right
+        bench = Bench(model, head_loss, Rows(data.train), collate, world.device, plan.compute_dtype)
+        plan = choose(options, recipe, world, data, bench, arguments)
+        with refuse_together():
+            arguments, batches = _build_batches(recipe, plan, world, data)
     if world.is_main:
         print_notes(find_model_notes(recipe, plan, model), build_console())
     return ReadyRun(recipe, plan, world, tokenizer, data, arguments, batches, model, head_loss, wall)
+
+
+def _build_batches(
+    recipe: Recipe, plan: Plan, world: World, data: PreparedData
+) -> tuple[TrainingArguments, GlobalBatchSampler]:
+    arguments = build_training_arguments(recipe, plan, world)
+    layout = BatchLayout(
+        plan.global_batch_size,
+        world.num_processes,
+        plan.gradient_accumulation_steps,
+        world.rank,
+        packed=recipe.data.packing,
+    )
+    lengths = data.train["length"]
+    return arguments, build_train_batches(lengths, layout, recipe.data_seed, arguments.dataloader_drop_last)
 
 
 def start_facts(recipe: Recipe, plan: Plan, data: PreparedData) -> dict[str, Any]:
