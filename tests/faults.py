@@ -358,3 +358,18 @@ def other_recipe() -> None:
         changed.parent.mkdir(exist_ok=True)
         changed.write_text(recipe.read_text().replace("learning_rate: 1.0e-3", "learning_rate: 2.0e-3"))
         sys.argv[1] = str(changed)
+
+
+def probe_without_memory() -> None:
+    """Have no memory for a measurement without activation checkpointing."""
+    from tunebook.training.probing import Bench
+
+    pass_through = Bench.pass_through
+
+    def ran_out(bench: Bench, micro_batch: dict) -> None:
+        if is_here() and not bench.model.is_activation_checkpointing:
+            say("has no memory")
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        pass_through(bench, micro_batch)
+
+    Bench.pass_through = ran_out

@@ -4,42 +4,26 @@ Neither changes the result. Which of them fit is told by the memory plan on the 
 seem fast, by the positions that a process computes and the times that it starts anew.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from tunebook.errors import Problem
 from tunebook.memory import GIB
 from tunebook.memory_plan import TIGHT, find_sizes, plan_memory, with_micro_batch
-from tunebook.padding import WholeLayout
 from tunebook.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.shapes import ModelShape
-from tunebook.training.batches import FILLER_ROW, BatchLayout, epoch_order
 
-# Steps that are laid out: the first ones tell what is usual, those with the longest rows what is the fullest.
-USUAL_STEPS, LONGEST_STEPS = 100, 50
+if TYPE_CHECKING:
+    from tunebook.padding import Layout
+
 # A micro-batch size is looked at where it is so much larger than the one before: 12 of the 60 divisors of 5,040.
 LARGER_BY: Final = 1.5
 # Forward, and backward at twice its cost; checkpointing repeats the forward.
 PASSES: Final = {False: 3, True: 4}
 # Positions in whose time a micro-batch is started, layer by layer. Only the order of what is measured depends on it.
 STARTING: Final = {"cuda": 1024, "cpu": 32}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Micro-batches of one size as the run will have them, by row numbers, and the mean positions of a step.
-
-    `shape` are rows and tokens of the longest of the `fullest`, and `usual_share` the positions of the `usual` one in
-    those of a mean micro-batch.
-    """
-
-    fullest: tuple[int, ...]
-    shape: tuple[int, int]
-    usual: tuple[int, ...]
-    usual_share: float
-    positions: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +37,7 @@ class Candidate:
     checkpointing: bool
     needed: int | None
     cost: float
-    layout: Layout | None = None
+    layout: "Layout | None" = None
 
     @property
     def name(self) -> str:
@@ -79,12 +63,12 @@ def find_candidates(
     """
     sizes = thin(find_sizes(recipe, plan)) if recipe.chooses_micro_batch else [plan.per_device_train_batch_size]
     ways = (False, True) if recipe.chooses_checkpointing else (plan.activation_checkpointing,)
-    steps = None if lengths is None else _find_steps(recipe, plan, lengths)
+    lay_out = None if lengths is None else _layouts(recipe, plan, lengths)
     starting = STARTING[plan.device_type if gpu_gib is None else "cuda"]
     found = []
     for size in sizes:
         there = with_micro_batch(recipe, plan, size) if recipe.chooses_micro_batch else plan
-        layout = None if lengths is None or steps is None else _lay_out(recipe, there, lengths, steps)
+        layout = None if lay_out is None else lay_out(there)
         positions = float(plan.global_batch_size * plan.max_length) if layout is None else layout.positions
         fullest = (size, plan.max_length) if layout is None else layout.shape
         bytes_of = _predict(recipe, there, shape, fullest, gpu_gib)
@@ -152,41 +136,8 @@ def _predict(
     return {True: memory.checkpointed.total + memory.context, False: memory.kept.total + memory.context}
 
 
-def _find_steps(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows of the first steps, and of the steps with the longest rows."""
-    order, whole = epoch_order(len(lengths), recipe.data_seed, 0), plan.global_batch_size
-    steps = [order[start : start + whole] for start in range(0, len(order), whole)]
-    usual, others = steps[:USUAL_STEPS], steps[USUAL_STEPS:]
-    return usual + sorted(others, key=lambda rows: max(lengths[row] for row in rows))[-LONGEST_STEPS:]
+def _layouts(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> Callable[[Plan], "Layout"]:
+    from tunebook.padding import find_steps, lay_out  # torch comes with it
 
-
-class _Steps(WholeLayout):
-    """Lays out some steps only."""
-
-    steps: Sequence[list[int]] = ()
-
-    def rows_of_steps(self) -> Iterator[list[int]]:
-        yield from self.steps
-
-
-def _lay_out(recipe: Recipe, plan: Plan, lengths: Sequence[int], steps: Sequence[list[int]]) -> Layout:
-    packed = recipe.data.packing
-    layout = BatchLayout(plan.global_batch_size, plan.world_size, plan.gradient_accumulation_steps, packed=packed)
-    sampler: Any = _Steps(lengths, layout, recipe.data_seed)
-    sampler.steps = steps
-    sampler.set_epoch(0)
-    real = [[row for row in rows if row != FILLER_ROW] for rows in sampler]
-    of_usual = min(len(steps), USUAL_STEPS) * layout.num_processes * layout.gradient_accumulation_steps
-    tokens = [[lengths[row] for row in rows] for rows in real]
-    sizes = [(1, sum(one)) if packed else (len(one), max(one, default=0)) for one in tokens]
-    positions = [rows * length for rows, length in sizes]
-    fullest = max(range(len(real)), key=positions.__getitem__)
-    mean = sum(positions[:of_usual]) / of_usual
-    usual = min((place for place in range(of_usual) if real[place]), key=lambda place: abs(positions[place] - mean))
-    return Layout(
-        fullest=tuple(real[fullest]),
-        shape=sizes[fullest],
-        usual=tuple(real[usual]),
-        usual_share=positions[usual] / mean,
-        positions=mean * of_usual / min(len(steps), USUAL_STEPS),
-    )
+    steps = find_steps(recipe, plan, lengths)
+    return lambda there: lay_out(recipe, there, lengths, steps)

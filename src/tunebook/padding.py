@@ -1,6 +1,6 @@
 """What the batches of a run cost in padding, from the lengths of its rows alone, against batches drawn at random."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -11,6 +11,8 @@ from tunebook.training.batches import FILLER_ROW, BatchLayout, GlobalBatchSample
 
 # Steps that are laid out to measure: of 64 rows, more than all of 100,000 rows.
 MOST_STEPS = 2000
+# Steps that are laid out to choose by: the first tell what is usual, those with the longest rows what is the fullest.
+USUAL_STEPS, LONGEST_STEPS = 100, 50
 
 
 @dataclass(frozen=True)
@@ -64,4 +66,60 @@ def measure_padding(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> Paddi
         fullest=(1, sum(rows)) if packed else (len(rows), max(rows)),
         tokens_per_step=sum(positions) / num_steps,
         num_steps=num_steps,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Micro-batches of one size as the run will have them, by row numbers, and the mean positions of a step.
+
+    `shape` are rows and tokens of the longest of the `fullest`, and `usual_share` the positions of the `usual` one in
+    those of a mean micro-batch.
+    """
+
+    fullest: tuple[int, ...]
+    shape: tuple[int, int]
+    usual: tuple[int, ...]
+    usual_share: float
+    positions: float
+
+
+def find_steps(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[int]]:
+    """Return the rows of the first steps, and of the steps with the longest rows."""
+    order, whole = epoch_order(len(lengths), recipe.data_seed, 0), plan.global_batch_size
+    steps = [order[start : start + whole] for start in range(0, len(order), whole)]
+    usual, others = steps[:USUAL_STEPS], steps[USUAL_STEPS:]
+    return usual + sorted(others, key=lambda rows: max(lengths[row] for row in rows))[-LONGEST_STEPS:]
+
+
+class _Steps(WholeLayout):
+    """Lays out some steps only."""
+
+    steps: Sequence[list[int]] = ()
+
+    def rows_of_steps(self) -> Iterator[list[int]]:
+        yield from self.steps
+
+
+def lay_out(recipe: Recipe, plan: Plan, lengths: Sequence[int], steps: Sequence[list[int]]) -> Layout:
+    """Return the micro-batches of a plan, from `steps` given as the rows of each, the usual ones first."""
+    packed = recipe.data.packing
+    layout = BatchLayout(plan.global_batch_size, plan.world_size, plan.gradient_accumulation_steps, packed=packed)
+    sampler: Any = _Steps(lengths, layout, recipe.data_seed)
+    sampler.steps = steps
+    sampler.set_epoch(0)
+    real = [[row for row in rows if row != FILLER_ROW] for rows in sampler]
+    of_usual = min(len(steps), USUAL_STEPS) * layout.num_processes * layout.gradient_accumulation_steps
+    tokens = [[lengths[row] for row in rows] for rows in real]
+    sizes = [(1, sum(one)) if packed else (len(one), max(one, default=0)) for one in tokens]
+    positions = [rows * length for rows, length in sizes]
+    fullest = max(range(len(real)), key=positions.__getitem__)
+    mean = sum(positions[:of_usual]) / of_usual
+    usual = min((place for place in range(of_usual) if real[place]), key=lambda place: abs(positions[place] - mean))
+    return Layout(
+        fullest=tuple(real[fullest]),
+        shape=sizes[fullest],
+        usual=tuple(real[usual]),
+        usual_share=positions[usual] / mean,
+        positions=mean * of_usual / min(len(steps), USUAL_STEPS),
     )
