@@ -1,7 +1,6 @@
 """`auto` in real runs: what is chosen fits, was the fastest measured, and trains the adapter of a run set by hand."""
 
 import json
-import shutil
 
 import pytest
 
@@ -14,6 +13,7 @@ from tunebook.memory_plan import TIGHT
 pytestmark = pytest.mark.slow
 # By its plan micro-batch 8 fits into so much with checkpointing alone, and up to 4 in either way.
 LIMIT_GIB = "0.0075"
+SIGNAL = {"FAULT": "signal_in_window", "FAULT_SIGNAL": "SIGTERM", "FAULT_STEP": "4", "FAULT_MICRO": "0"}
 LEFT_OPEN = RECIPE.replace("batch_size: 2", "batch_size: auto").replace("checkpointing: false", "checkpointing: auto")
 
 
@@ -28,7 +28,8 @@ def begin(place, name, size, *words, code=0, **environ):
     """Run the open recipe into run folder `name`; return what its ranks printed."""
     (place / "finetune.log").unlink(missing_ok=True)
     environ = {VARIABLE: LIMIT_GIB, **environ}
-    life = train_in(place, "--run-dir", name, *words, recipe="open.yaml", size=size, **environ)
+    words = ("--run-dir", name, "data.answer_rows=0", *words)
+    life = train_in(place, *words, recipe="open.yaml", size=size, **environ)
     assert life.rank_codes() == [code] * size, life.output()[-3000:]
     return life.output()
 
@@ -48,7 +49,8 @@ def key_of(setting):
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_choice_fits_was_the_fastest_and_trains_the_adapter_set_by_hand(place, size):
-    output = begin(place, f"open-{size}", size)
+    short = ("training.num_train_epochs=1",)
+    output = begin(place, f"open-{size}", size, *short)
     choice = choice_of(place / f"open-{size}")
     limit = float(LIMIT_GIB) * GIB
     assert choice["limit_bytes"] == round(limit)
@@ -71,32 +73,34 @@ def test_the_choice_fits_was_the_fastest_and_trains_the_adapter_set_by_hand(plac
     assert summary["per_device_train_batch_size"] == rows
     words = [f"training.per_device_train_batch_size={rows}"]
     words += [f"training.activation_checkpointing={str(checkpointing).lower()}"]
-    begin(place, f"hand-{size}", size, *words)
+    begin(place, f"hand-{size}", size, *short, *words)
     by_hand = summary_of(place / f"hand-{size}")
     assert by_hand["adapter_sha256"] == summary["adapter_sha256"]
     for name in ("processed_tokens", "first_loss", "final_loss", "eval_loss"):
         assert by_hand[name] == summary[name]
 
 
-def test_a_run_that_goes_on_keeps_what_was_chosen_and_a_finished_one_is_left(place):
-    signal = {"FAULT": "signal_in_window", "FAULT_SIGNAL": "SIGTERM", "FAULT_STEP": "4", "FAULT_MICRO": "0"}
-    assert "the fastest of" in begin(place, "broken", 1, code=75, **signal)
+def test_a_run_that_goes_on_keeps_what_was_chosen(place):
+    assert "the fastest of" in begin(place, "kept", 1, code=75, **SIGNAL)
     # A choice that no measurement would make: were anything measured again, it would be another.
-    path = place / "broken" / "plan.json"
+    path = place / "kept" / "plan.json"
     plan = json.loads(path.read_text())
     plan["choice"] |= {"per_device_train_batch_size": 1, "activation_checkpointing": True}
     path.write_text(json.dumps(plan))
-    shutil.copytree(place / "broken", place / "other limit")
-    output = begin(place, "broken", 1)
-    assert "auto: micro-batch 1, activation checkpointing on, as the run in broken began" in output
+    output = begin(place, "kept", 1)
+    assert "auto: micro-batch 1, activation checkpointing on, as the run in kept began" in output
     assert "the fastest of" not in output and ", was " not in output
-    assert key_of(choice_of(place / "broken")) == (1, True)
+    assert key_of(choice_of(place / "kept")) == (1, True)
     assert json.loads(path.read_text())["choice"] == plan["choice"]
-    assert "finished already: 9 steps" in begin(place, "broken", 1)
-    # With another limit it is chosen anew, and the result is the same.
-    output = begin(place, "other limit", 1, **{VARIABLE: "1"})
+
+
+@pytest.mark.long
+def test_another_limit_chooses_anew_and_a_finished_run_is_left(place):
+    begin(place, "broken", 1, code=75, **SIGNAL)
+    output = begin(place, "broken", 1, **{VARIABLE: "1"})
     assert "the fastest of" in output and "1.00 GiB are allowed" in output
-    assert largest_difference(adapter_of(place / "other limit"), adapter_of(place / "broken")) < 1e-6
+    assert largest_difference(adapter_of(place / "broken"), adapter_of(finished_place() / "runs" / "recipe")) < 1e-6
+    assert "finished already: 9 steps" in begin(place, "broken", 1, **{VARIABLE: "1"})
 
 
 def test_what_one_rank_has_no_memory_for_no_rank_does(place):
@@ -111,40 +115,61 @@ def test_what_one_rank_has_no_memory_for_no_rank_does(place):
 
 
 def test_what_fits_nowhere_is_refused_before_weights_load(place):
-    output = begin(place, "none", 2, code=2, **{VARIABLE: "0.0001"})
+    output = begin(place, "none", 1, code=2, **{VARIABLE: "0.0001"})
     assert output.count("auto finds nothing that fits: micro-batch 1, activation checkpointing on needs") == 1
     assert "open.yaml:" in output and "max_length" in output and not (place / "none").exists()
     assert "'lots'" in begin(place, "none", 1, code=2, **{VARIABLE: "lots"})
 
 
-def test_a_measurement_leaves_the_model_as_it_was(tmp_path):
-    import torch
+@pytest.fixture
+def build(tmp_path):
+    """Build a run of a tiny base in this process."""
+    from transformers import AutoTokenizer
 
     from tiny_training import build_base, build_data, build_recipe, plan_of
     from tunebook.process_group import start_process_group, stop_process_group
     from tunebook.training.ready import build_run
-    from tunebook.training.saving import random_states
     from tunebook.world import World
 
     base, data, world = build_base(tmp_path / "base"), build_data(), World()
+    tokenizer = AutoTokenizer.from_pretrained(base)
     start_process_group(world)
-    try:
-        from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(base)
-        states = []
-        for way in (False, "auto"):
-            recipe = build_recipe(base, per_device_train_batch_size=2, activation_checkpointing=way)
-            run = build_run(recipe, plan_of(recipe, world, data, tmp_path / "run"), world, tokenizer, data)
-            model = run.model
-            assert not model.is_activation_checkpointing and run.arguments.per_device_train_batch_size == 2
-            hooks = len(model.get_input_embeddings()._forward_hooks)
-            states.append((model.state_dict(), random_states()["cpu"], model.training, hooks))
-            assert all(parameter.grad is None for parameter in model.parameters())
-        assert run.plan.choice is not None and len(run.plan.choice["candidates"]) == 2
-        assert run.arguments.activation_checkpointing == run.plan.activation_checkpointing
-        (before, *rest_before), (after, *rest_after) = states
-        assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
-        assert torch.equal(rest_before[0], rest_after[0]) and rest_before[1:] == rest_after[1:]
-    finally:
-        stop_process_group()
+    def build_one(**settings):
+        recipe = build_recipe(base, **{"per_device_train_batch_size": "auto", **settings})
+        return build_run(recipe, plan_of(recipe, world, data, tmp_path / "run"), world, tokenizer, data)
+
+    yield build_one
+    stop_process_group()
+
+
+def test_a_measurement_leaves_the_model_as_it_was(build):
+    import torch
+
+    from tunebook.training.saving import random_states
+
+    states = []
+    for way in (False, "auto"):
+        run = build(per_device_train_batch_size=2, activation_checkpointing=way)
+        model = run.model
+        assert not model.is_activation_checkpointing and run.arguments.per_device_train_batch_size == 2
+        hooks = len(model.get_input_embeddings()._forward_hooks)
+        states.append((model.state_dict(), random_states()["cpu"], model.training, hooks))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert run.plan.choice is not None and len(run.plan.choice["candidates"]) == 2
+    assert run.arguments.activation_checkpointing == run.plan.activation_checkpointing
+    (before, *rest_before), (after, *rest_after) = states
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(rest_before[0], rest_after[0]) and rest_before[1:] == rest_after[1:]
+
+
+def test_what_cannot_be_measured_is_said(build, monkeypatch):
+    packed = build(packing=True).plan
+    assert {one["per_device_train_batch_size"] for one in packed.choice["candidates"]} == {1, 2, 4, 8}
+    assert packed.choice["reason"].count("trained tokens/s") == 1
+    assert packed.activation_checkpointing is True, "it was not left open"
+    monkeypatch.setattr("tunebook.training.choosing.find_shape", lambda *names: None)
+    unknown = build().plan
+    assert (unknown.per_device_train_batch_size, unknown.gradient_accumulation_steps) == (8, 1)
+    assert "the shape of" in unknown.choice["reason"] and "not known" in unknown.choice["reason"]
+    assert unknown.origins["per_device_train_batch_size"] == f"auto: {unknown.choice['reason']}"

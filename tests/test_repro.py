@@ -192,6 +192,19 @@ def test_a_copy_is_not_published_in_the_originals_place_and_its_base_is_that_com
     assert repro._pinned(past, world_of(1)) == (f"model.revision={commit}",)
 
 
+def test_what_the_program_chose_then_is_set_now(tmp_path):
+    text = "training: {per_device_train_batch_size: auto, activation_checkpointing: auto, global_batch_size: 8}\n"
+    folder = write_run(tmp_path / "run", recipe=text, world_size=2)
+    (folder / "plan.json").write_text('{"per_device_train_batch_size": 4, "activation_checkpointing": false}')
+    [past] = read_past_runs([str(folder)])
+    words = ("training.per_device_train_batch_size=4", "training.activation_checkpointing=false")
+    assert repro._pinned(past, world_of(2)) == words
+    assert repro._pinned(past, world_of(1)) == (), "in another world it is chosen anew"
+    (folder / "plan.json").write_text("{}")
+    [past] = read_past_runs([str(folder)])
+    assert repro._pinned(past, world_of(2)) == ()
+
+
 def test_keys_that_the_other_version_did_not_know_are_not_compared_unless_given():
     begun = {"data": "a" * 64, "lora.r": 4, "training.seed": 1}
     now = {"data": "b" * 64, "lora.r": 4, "lora.new": True, "training.seed": 1, "training.weight_decay": 0.1}

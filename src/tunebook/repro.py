@@ -1,5 +1,6 @@
 """`tunebook repro`: the run in a folder that someone else left, started again here."""
 
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from tunebook.plan import Plan
 from tunebook.plan_table import build_console
 from tunebook.planning import plan_without_data
 from tunebook.recipe.reading import load_recipe, placed_in
-from tunebook.recipe.schema import Recipe
+from tunebook.recipe.schema import AUTO, Recipe
 from tunebook.run_folder import check_folder, read_begun
 from tunebook.world import World, count_gpus, world_of
 
@@ -155,7 +156,7 @@ def _pinned(past: PastRun, world: World) -> tuple[str, ...]:
     if COMMIT.fullmatch(commit) and recipe.get("model.revision") != commit and not is_local(name):
         pinned.append(f"model.revision={commit}")
     if summary.get("world_size") in (None, world.num_processes):
-        return tuple(pinned)
+        return (*pinned, *_chosen(past))
     if recipe.get("training.global_batch_size") is None:
         pinned += [f"training.global_batch_size={summary.get('global_batch_size')}"]
         pinned += ["training.gradient_accumulation_steps=null"]
@@ -164,6 +165,16 @@ def _pinned(past: PastRun, world: World) -> tuple[str, ...]:
         if "training.learning_rate_base_processes" in recipe:
             pinned += ["training.learning_rate_base_processes=null"]
     return tuple(pinned)
+
+
+def _chosen(past: PastRun) -> list[str]:
+    """Return what `auto` came to then: equal settings give equal bits, others the same to rounding."""
+    chosen = {name: past.plan.get(name) for name in ("per_device_train_batch_size", "activation_checkpointing")}
+    return [
+        f"training.{name}={json.dumps(value)}"
+        for name, value in chosen.items()
+        if past.recipe.get(f"training.{name}") == AUTO and isinstance(value, int)
+    ]
 
 
 def _processes(past: PastRun, device: str) -> int:

@@ -17,7 +17,7 @@ from tunebook.candidates import Candidate, explain_no_fit, find_candidates, keep
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import Refused
 from tunebook.hardware import name_hardware
-from tunebook.memory import FLOAT32, GIB
+from tunebook.memory import CUDA_CONTEXT_BYTES, FLOAT32, GIB
 from tunebook.memory_limit import VARIABLE, find_limit, name_limit
 from tunebook.memory_plan import TIGHT, count_optimizer_bytes
 from tunebook.plan import Plan
@@ -155,10 +155,10 @@ def _agree(  # noqa: PLR0913, PLR0917 - each is a part of what is compared
 
 
 def _state_bytes(model: Any, plan: Plan) -> int:
-    """Return what training holds beside a probe: the optimizer's states, and DDP's copies of the gradients."""
+    """Return what training holds on a GPU beside what a probe allocates: optimizer states, DDP's copies, context."""
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     states, step = count_optimizer_bytes(plan.optim, [])
-    return int(trained * (states + step + (FLOAT32 if plan.world_size > 1 else 0)))
+    return CUDA_CONTEXT_BYTES + int(trained * (states + step + (FLOAT32 if plan.world_size > 1 else 0)))
 
 
 def _explain(best: Candidate, outcomes: Sequence[Outcome], is_compiled: bool | None) -> str:
