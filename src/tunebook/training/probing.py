@@ -17,7 +17,7 @@ from tunebook.training.saving import random_states, restore_random_states
 
 # Settings that are measured, and seconds after which no other one is begun, or the same repeated.
 MOST_PROBED: Final = 4
-MOST_SECONDS, SECONDS_OF_EACH, MOST_REPEATS = 20.0, 1.0, 8
+MOST_SECONDS, SECONDS_OF_EACH, MOST_REPEATS = 20.0, 1.0, 5
 
 
 @dataclass(frozen=True)
