@@ -1,9 +1,10 @@
 """Runs a training program with a clock on its optimizer steps: `clock.py OUT TARGET ARGUMENTS`, under torchrun.
 
-TARGET is a file or, as `-m NAME`, a module. Each process writes OUT-rank<r>.json: when each optimizer step ended, the
-labels of the first, each logged loss, and the versions of what it runs on. The same two hooks are put into every
-program that trains by transformers' Trainer, so nobody's clock is kinder than another's. It imports nothing of
-tunebook, since peers have environments of their own; the loop of train_ddp.py is watched where it counts its steps.
+TARGET is a file or, as `-m NAME`, a module. Each process that has trained to the end writes OUT-rank<r>.json: when each
+optimizer step ended, the labels of the first, each logged loss, and the versions of what it runs on. The same two hooks
+are put into every program that trains by transformers' Trainer, so nobody's clock is kinder than another's. It imports
+nothing of tunebook, since peers have environments of their own; the loop of train_ddp.py is watched where it counts its
+steps.
 """
 
 import json
@@ -37,6 +38,7 @@ class StepClock:
     """
 
     def __init__(self) -> None:
+        self.out = ""
         self.ends: list[float] = []
         self.losses: list[tuple[int, float]] = []
         self.first_labels: int | None = None
@@ -55,13 +57,15 @@ class StepClock:
         """Note a logged loss."""
         self.losses.append((step, loss))
 
-    def write(self, out: Path) -> None:
-        """Write what was seen, as JSON."""
+    def write(self) -> None:
+        """Write what was seen, as JSON, whole or not at all."""
         found: dict[str, Any] = {**vars(self), "versions": {}}
         for name in PACKAGES:
             with suppress(PackageNotFoundError):
                 found["versions"][name] = version(name)
-        out.write_text(json.dumps(found), encoding="utf-8")
+        out = Path(found.pop("out"))
+        out.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
+        out.with_suffix(".part").replace(out)
 
 
 CLOCK = StepClock()
@@ -83,6 +87,9 @@ def watch_trainer() -> None:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in (logs or {}):
                 CLOCK.see_loss(state.global_step, float(logs["loss"]))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            CLOCK.write()  # not at the exit: a process of TRL's may wait there for ever for one that has left
 
     samples = Trainer.get_batch_samples
 
@@ -120,18 +127,19 @@ def watch_hand_loop() -> None:
 
 
 def main(out: str, *target: str) -> None:
-    """Run the target as if it had been started itself, and write what the clock saw, however it ends."""
+    """Run the target as if it had been started itself, and write what the clock saw."""
+    CLOCK.out = f"{out}-rank{os.environ['RANK']}.json"
     is_module = target[0] == "-m"
     name, arguments = (target[1], target[2:]) if is_module else (target[0], target[1:])
     sys.argv = [name, *arguments]
+    watches_itself = Path(name).name in ("train_ddp.py", "lightning_loop.py")
     if Path(name).name == "train_ddp.py":
         watch_hand_loop()
-    elif Path(name).name != "lightning_loop.py":
+    elif not watches_itself:
         watch_trainer()
-    try:
-        (runpy.run_module if is_module else runpy.run_path)(name, run_name="__main__")
-    finally:
-        CLOCK.write(Path(f"{out}-rank{os.environ['RANK']}.json"))
+    (runpy.run_module if is_module else runpy.run_path)(name, run_name="__main__")
+    if watches_itself:
+        CLOCK.write()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ training: {{global_batch_size: {global_batch}, per_device_train_batch_size: {mic
 """
 NF4 = "quantization: {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true}"
 LARGER_VOCABULARY = 8192
+SECONDS_TO_LEAVE = 30.0
 
 
 @dataclass(frozen=True)
@@ -244,19 +246,19 @@ def run_contestant(name: str, contest: Contest, label: str, limit: float) -> Run
     command = launched(CONTESTANTS[name](contest, out), out)
     environ = {**os.environ, **surroundings(contest.folder)}
     load, began = os.getloadavg()[0], time.perf_counter()
+    files = [out.with_name(f"{out.name}-rank{rank}.json") for rank in range(NUM_PROCESSES)]
     with (out.parent / f"{out.name}.log").open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, env=environ, cwd=contest.folder, stdout=log, stderr=subprocess.STDOUT)
         try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return Run(error=f"not done after {limit:.0f} s")
+            _wait(process, files, limit)
         finally:
             process.terminate()  # torchrun ends its processes; one that is over hears nothing
             process.wait()
-        if process.returncode:
+        if not all(file.is_file() for file in files):
             log.seek(0)
-            return Run(error=_last_error(log.read()))
-    seen = [json.loads(out.with_name(f"{out.name}-rank{rank}.json").read_text()) for rank in range(NUM_PROCESSES)]
+            late = f"not done after {limit:.0f} s" if time.perf_counter() - began > limit else None
+            return Run(error=late or _last_error(log.read()))
+    seen = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     first = seen[0]["first_labels"] if seen[0]["counts_all"] else sum(one["first_labels"] for one in seen)
     ends = seen[0]["ends"]
     return Run(
@@ -268,6 +270,17 @@ def run_contestant(name: str, contest: Contest, label: str, limit: float) -> Run
         load_average=round(load, 2),
         versions=seen[0]["versions"],
     )
+
+
+def _wait(process: subprocess.Popen[bytes], files: list[Path], limit: float) -> None:
+    """Wait for the end of a process: for `limit` seconds, and once its files are there for a little."""
+    began = time.perf_counter()
+    while process.poll() is None and time.perf_counter() - began < limit:
+        time.sleep(0.1)
+        if all(file.is_file() for file in files):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_LEAVE)
+            return
 
 
 def _last_error(log: str) -> str:
