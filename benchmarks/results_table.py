@@ -104,8 +104,8 @@ def render(found: Mapping[str, Any]) -> str:
     for name, one in contests.items():
         losses = "; ".join(f"{who} {loss:.6f}" for who, loss in one["first_losses"].items() if loss is not None)
         parts += [f"## {name}", f"{one['model_rows_and_batch']}. First loss of one global batch: {losses}."]
-        parts += [f"- {who}: `{command}`" for who, command in one["commands"].items()]
-    parts += ["## Versions", *versions_by_contestant(contests)]
+        parts.append("\n".join(f"- {who}: `{command}`" for who, command in one["commands"].items()))
+    parts += ["## Versions", "\n".join(versions_by_contestant(contests))]
     broken = found["broken_promises"]
     parts += ["## Promises not kept", *(f"- {one}" for one in broken)] if broken else ["All promises are kept."]
     return "\n\n".join(parts) + "\n"

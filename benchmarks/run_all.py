@@ -13,13 +13,14 @@ not kept.
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from contest import (
@@ -138,11 +139,18 @@ def write_results(found: dict[str, Any], folder: Path) -> str:
     """Write <date>.json and <date>.md, after each contest again, and return the page."""
     found["machine"]["load_average_after"] = os.getloadavg()
     found["broken_promises"] = broken_promises(found["padding"]) + broken_ratios(found["contests"])
-    text, stem = render(found), folder / found["date"]
+    text, stem = without_places(render(found)), folder / found["date"]
     folder.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".json").write_text(without_places(json.dumps(found, indent=1)) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
+
+
+def without_places(text: str) -> str:
+    """Return a text without where this machine keeps its files: paths below this project, its parent and /tmp."""
+    for place, name in ((sys.executable, "python"), (f"{ROOT}/", ""), (f"{ROOT.parent}/", "../")):
+        text = text.replace(place, name)
+    return re.sub(rf"{re.escape(gettempdir())}/[^/'\" ]+", "FOLDER", text)
 
 
 def read_arguments() -> argparse.Namespace:
