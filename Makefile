@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow torture bench-data bench-packing bench-loss bench-gpu check format clean
+.PHONY: install quickstart test test-slow torture bench bench-data bench-packing bench-loss bench-gpu check format clean
 
 install: .venv/installed
 
@@ -29,6 +29,10 @@ test-slow: install
 # A hundred SIGKILLs at random instants; every run must end as the one that nobody killed. 6 to 10 minutes.
 torture: install
 	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
+
+# Training speed beside other programs, which get environments of their own under benchmarks/.venvs. Quiet machines only.
+bench: install
+	$(BIN)/python benchmarks/run_all.py
 
 # How fast rows become labelled tokens, against the bare tokenizer and TRL. About 10 minutes; quiet machines only.
 bench-data: install

@@ -152,8 +152,9 @@ def run_measure(name: str, rows: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def write_rows(source: Path, num_rows: int, target: Path) -> Path:
-    """Write the rows of `source` again and again until there are so many."""
-    rows = json.loads(source.read_text(encoding="utf-8"))
+    """Write the rows of `source`, a JSON list or JSON lines, again and again until there are so many."""
+    text = source.read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()] if source.suffix == ".jsonl" else json.loads(text)
     repeated = (rows * -(-num_rows // len(rows)))[:num_rows]
     target.write_text(json.dumps(repeated, ensure_ascii=False), encoding="utf-8")
     return target

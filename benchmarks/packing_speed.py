@@ -26,8 +26,8 @@ training: {{global_batch_size: 64, num_train_epochs: 1, activation_checkpointing
 """
 
 
-def build_base(tokenizer: Path, folder: Path) -> Path:
-    """Save the model with random weights, and the tokenizer beside it."""
+def build_base(tokenizer: Path, folder: Path, vocabulary: int = 0) -> Path:
+    """Save the model with random weights, and the tokenizer beside it; a head of at least `vocabulary` tokens."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -35,7 +35,7 @@ def build_base(tokenizer: Path, folder: Path) -> Path:
     torch.manual_seed(0)
     shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(loaded), **shape, **heads)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=max(len(loaded), vocabulary), **shape, **heads)).save_pretrained(folder)
     loaded.save_pretrained(folder)
     return folder
 

@@ -185,7 +185,8 @@ def collectives(folder: Path, world: World) -> Finding:
     """Return what travelled in each step, operation and elements, as the backend itself recorded it."""
     found = {}
     for loop in LOOPS:
-        run = run_of(folder, world, "collectives", build_data(num_examples=0), **RECIPE, eval_strategy="no")
+        quiet = {"eval_strategy": "no", "logging_steps": 100}
+        run = run_of(folder, world, "collectives", build_data(num_examples=0), **RECIPE, **quiet)
         steps: list[dict[str, int]] = []
         profiles: list[Any] = []
 

@@ -1,0 +1,186 @@
+"""The speed of training and what padding costs, ours beside what people would use instead; one command.
+
+python benchmarks/run_all.py                           (make bench; quiet machines only)
+python benchmarks/run_all.py --rounds 1 --steps 4      to try it
+
+Two models, LoRA and QLoRA, trained by finetune.py, by train_ddp.py and by others, each as two processes of its own on
+the same model, rows, labels, optimizer and precision. First all train three steps on one global batch, and their
+losses must agree; then they take turns in rounds. What counts is trained tokens a second from the end of the first
+optimizer step to the end of the last; a ratio is the median of those inside the rounds. Exit code 1 where a promise is
+not kept.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
+
+from contest import (
+    BY_HAND,
+    CONTESTANTS,
+    NEEDS,
+    NUM_PROCESSES,
+    OURS,
+    ROOT,
+    Contest,
+    Run,
+    Size,
+    launched,
+    make_contest,
+    run_contestant,
+)
+from data_speed import SHARED, cpu_name
+from padding_share import broken_promises, measure
+from peers import PEERS, install
+from results_table import broken_ratios, ratios_of, render
+
+HERE = Path(__file__).resolve().parent
+CHECK_STEPS, AGREE = 3, 1e-4
+LIMIT_SECONDS = 900.0
+LARGER, TINY = "larger", "tiny"
+
+
+def sizes(given: argparse.Namespace) -> dict[str, Size]:
+    """Return the model where compute rules, and the one where overhead does."""
+    larger = Size(Path(), given.rows, 64, 8, given.tokenizer)
+    return {LARGER: larger, TINY: Size(ROOT / "assets" / "tiny-qwen2", ROOT / "data" / "quickstart.jsonl", 32, 4)}
+
+
+def install_peers(wanted: list[str]) -> dict[str, str]:
+    """Make the environments that are needed; return why contestants are left out."""
+    missing = {name: install(name) for name in PEERS if name in {NEEDS.get(one) for one in wanted}}
+    return {one: f"not installed: {missing[NEEDS[one]]}" for one in wanted if missing.get(NEEDS.get(one, ""))}
+
+
+def check_losses(contest: Contest, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Train all on one global batch, whose loss at the first step no order of rows changes; return who disagrees."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        run = run_contestant(name, contest, "check", LIMIT_SECONDS)
+        if run.error or not run.losses:
+            found[name] = {"error": run.error or "no loss was logged"}
+        else:
+            first = run.losses[0][1]
+            apart = abs(first - found[OURS]["first_loss"]) if name != OURS else 0.0
+            agrees = run.losses[0][0] == 1 and apart <= AGREE
+            found[name] = {"first_loss": first, "apart": apart, "versions": run.versions}
+            found[name] |= {} if agrees else {"error": f"its first loss is {apart:.1e} off: not the same training"}
+        print(f"{contest.name}: {name}: {found[name].get('error') or 'first loss ' + str(first)}", flush=True)
+        if name in (OURS, BY_HAND) and "error" in found[name]:
+            raise SystemExit(f"{name}: {found[name]['error']}")
+    return found
+
+
+def compete(contest: Contest, names: list[str], rounds: int) -> dict[str, list[Run]]:
+    """Let the contestants take turns; one that fails is told of and drops out."""
+    found: dict[str, list[Run]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in [one for one in names if all(run.error is None for run in found[one])]:
+            run = run_contestant(name, contest, f"round{number}", LIMIT_SECONDS)
+            found[name].append(run)
+            said = run.error or f"{run.tokens_per_second:,.0f} trained tokens/s, {run.whole_seconds:.0f} s in all"
+            print(f"{contest.name}: round {number + 1}: {name}: {said}", flush=True)
+    return found
+
+
+def hold_contest(name: str, size: Size, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return all that one size and method came to."""
+    left_out = given.left_out
+    names = [one for one in given.contestants if one not in left_out]
+    checks = check_losses(make_contest(name, size, 1, CHECK_STEPS, folder / f"{name} check"), names)
+    contest = make_contest(name, size, given.steps, 1, folder / name)
+    runs = compete(contest, [one for one in names if "error" not in checks[one]], given.rounds)
+    errors = left_out | {one: checks[one]["error"] for one in names if "error" in checks[one]}
+    errors |= {one: run.error for one, all_runs in runs.items() for run in all_runs if run.error}
+    finished = {one: all_runs for one, all_runs in runs.items() if one not in errors}
+    return {
+        "model_rows_and_batch": f"{size.rows.name}, global batch {size.global_batch}, micro-batch {size.micro_batch}",
+        "ratios": ratios_of(finished, OURS),
+        "errors": errors,
+        "first_losses": {one: check.get("first_loss") for one, check in checks.items()},
+        "versions": {one: check["versions"] for one, check in checks.items() if "versions" in check},
+        "commands": {one: shlex.join(launched(CONTESTANTS[one](contest, Path("OUT")), Path("OUT"))) for one in runs},
+        "runs": {one: [asdict(run) for run in all_runs] for one, all_runs in runs.items()},
+    }
+
+
+def run_everything(given: argparse.Namespace) -> dict[str, Any]:
+    """Install, measure padding, hold every contest; return the results."""
+    given.left_out = install_peers(given.contestants)
+    for name, why in given.left_out.items():
+        print(f"{name}: {why}", flush=True)
+    found: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()},
+        "settings": {"rounds": given.rounds, "steps": given.steps, "processes": NUM_PROCESSES, "threads": 1},
+        "padding": measure(given.rows, given.tokenizer),
+        "contests": {},
+    }
+    with TemporaryDirectory() as folder:
+        for label, size in sizes(given).items():
+            for method in ("LoRA", "QLoRA"):
+                name = f"{label}, {method}"
+                if name in given.contests:
+                    found["contests"][name] = hold_contest(name, size, given, Path(folder))
+                    write_results(found, given.results)
+    return found
+
+
+def write_results(found: dict[str, Any], folder: Path) -> str:
+    """Write <date>.json and <date>.md, after each contest again, and return the page."""
+    found["machine"]["load_average_after"] = os.getloadavg()
+    found["broken_promises"] = broken_promises(found["padding"]) + broken_ratios(found["contests"])
+    text, stem = without_places(render(found)), folder / found["date"]
+    folder.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(without_places(json.dumps(found, indent=1)) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
+
+
+def without_places(text: str) -> str:
+    """Return a text without where this machine keeps its files: paths below this project, its parent and /tmp."""
+    for place, name in ((sys.executable, "python"), (f"{ROOT}/", ""), (f"{ROOT.parent}/", "../")):
+        text = text.replace(place, name)
+    return re.sub(rf"{re.escape(gettempdir())}/[^/'\" ]+", "FOLDER", text)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the command line; the files that are needed are there."""
+    contests = [f"{size}, {method}" for size in (LARGER, TINY) for method in ("LoRA", "QLoRA")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
+    parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a run")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder that the results go to")
+    parser.add_argument("--contests", nargs="+", choices=contests, default=contests)
+    parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    given = parser.parse_args()
+    if OURS not in given.contestants:
+        parser.error(f"all are measured against {OURS}, which is not among them")
+    if missing := [str(path) for path in (given.rows, given.tokenizer) if not path.exists()]:
+        parser.error(f"{' and '.join(missing)} not found: give --rows and --tokenizer")
+    given.contestants.sort(key=list(CONTESTANTS).index)
+    return given
+
+
+def main() -> None:
+    """Run everything; exit code 1 where a promise is not kept."""
+    given = read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the contestants end with it
+    found = run_everything(given)
+    print(write_results(found, given.results))
+    sys.exit("; ".join(found["broken_promises"]) or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The table of the training benchmark: ratios inside the rounds, losing rows first, and each promise held to."""
+
+import subprocess
+import sys
+
+import pytest
+
+from checkout import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from contest import Run, launched
+from padding_share import broken_promises
+from results_table import broken_ratios, promised, ratio_rows, ratios_of, render
+
+
+def runs(*speeds):
+    return [Run(labels=1000, seconds=1000 / speed) for speed in speeds]
+
+
+def contest(**speeds):
+    names = {"ours": "finetune.py", "by_hand": "train_ddp.py", "trl": "trl sft", "lightning": "Lightning, DDP"}
+    found = ratios_of({names[name]: runs(*values) for name, values in speeds.items()}, "finetune.py")
+    return {
+        "ratios": found,
+        "errors": {},
+        "first_losses": {"finetune.py": 9.0},
+        "versions": {"finetune.py": {"torch": "2"}},
+        "commands": {"finetune.py": "run it"},
+        "model_rows_and_batch": "rows",
+    }
+
+
+def test_a_ratio_is_the_median_of_those_inside_the_rounds():
+    # A machine that is half as fast in round 2 is so for both.
+    found = contest(ours=[100, 50, 90], by_hand=[100, 50, 100])["ratios"]
+    assert found["train_ddp.py"]["ratio"] == {"median": 1.0, "least": 0.9, "most": 1.0}
+    assert found["finetune.py"] == {"tokens_per_second": {"median": 90, "least": 50, "most": 100}}
+
+
+@pytest.mark.parametrize(
+    ("name", "larger", "tiny"),
+    [
+        ("train_ddp.py", 0.97, 0.97),
+        ("trl sft", 2.5, 1),
+        ("SFTTrainer, batch_rebalance", 1.5, 1),
+        ("Lightning, DDP", 1, 1),
+    ],
+)
+def test_what_is_promised_of_whom(name, larger, tiny):
+    assert promised("larger, QLoRA", name) == larger and promised("tiny, LoRA", name) == tiny
+
+
+def test_losing_rows_come_first_and_a_promise_that_is_not_kept_is_named():
+    contests = {
+        "larger, LoRA": contest(ours=[100], by_hand=[105], trl=[50], lightning=[80]),
+        "tiny, LoRA": contest(ours=[100], by_hand=[102], trl=[50], lightning=[125]),
+    }
+    assert [row[:2] for row in ratio_rows(contests)] == [
+        ("tiny, LoRA", "Lightning, DDP"),
+        ("larger, LoRA", "train_ddp.py"),
+        ("tiny, LoRA", "train_ddp.py"),
+        ("larger, LoRA", "Lightning, DDP"),
+        ("larger, LoRA", "trl sft"),
+        ("tiny, LoRA", "trl sft"),
+    ]
+    broken = broken_ratios(contests)
+    assert broken == [
+        "larger, LoRA: 0.95 times train_ddp.py, promised 0.97",
+        "larger, LoRA: 2.00 times trl sft, promised 2.5",
+        "tiny, LoRA: 0.80 times Lightning, DDP, promised 1",
+    ]
+    contests["tiny, LoRA"]["errors"]["trl sft"] = "its first loss is 1.0e-01 off: not the same training"
+    assert broken_ratios(contests)[-1].startswith("tiny, LoRA: trl sft: its first loss")
+
+
+def test_padding_is_held_to_its_promise_too():
+    kept = {4: {"laid out": 0.05, "packed": 0.01}, 16: {"laid out": 0.2, "packed": 0.0}}
+    assert broken_promises(kept) == []
+    broken = {4: {"laid out": 0.051, "packed": 0.0}, 16: {"laid out": 0.2, "packed": 0.02}}
+    assert broken_promises(broken) == [
+        "padding at micro-batch 4 is 5.1%, promised at most 5%",
+        "padding packed at micro-batch 16 is 2.0%, promised at most 1%",
+    ]
+
+
+def test_the_page_has_the_table_and_what_was_not_kept():
+    found = {
+        "date": "2026-01-02",
+        "machine": {"cpu": "a processor", "cores": 2, "load_average": (0.1,), "load_average_after": (2.0,)},
+        "settings": {"rounds": 1, "steps": 4, "processes": 2, "threads": 1},
+        "padding": {4: {"laid out": 0.038, "packed": 0.0, "random": 0.37}},
+        "contests": {"tiny, LoRA": contest(ours=[100], by_hand=[200])},
+        "broken_promises": ["tiny, LoRA: 0.50 times train_ddp.py, promised 0.97"],
+    }
+    page = render(found)
+    row = "| tiny, LoRA | train_ddp.py | 0.50 | 0.50 to 0.50 | 0.97, **not kept** | 200 (200 to 200) |"
+    assert row in page and "| 4 | 3.8% | 0.0% | 37.0% |" in page and page.rstrip().endswith("promised 0.97")
+    assert "All promises are kept" in render({**found, "broken_promises": []})
+
+
+def test_a_contestant_is_run_as_two_processes_under_the_clock():
+    command = launched(["python", "-m", "a.module", "--flag"], ROOT / "out")
+    assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    assert command[6:] == [str(ROOT / "benchmarks" / "clock.py"), str(ROOT / "out"), "-m", "a.module", "--flag"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_both_programs_of_ours_are_measured_and_their_losses_agree(tmp_path):
+    words = [
+        "--rounds",
+        "1",
+        "--steps",
+        "3",
+        "--contests",
+        "tiny, QLoRA",
+        "--contestants",
+        "finetune.py",
+        "train_ddp.py",
+    ]
+    files = ["--rows", ROOT / "data" / "quickstart.jsonl", "--tokenizer", ROOT / "assets" / "tiny-qwen2"]
+    command = [sys.executable, ROOT / "benchmarks" / "run_all.py", *words, *files, "--results", tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 or "promised" in ended.stderr, ended.stderr
+    [page] = tmp_path.glob("*.md")
+    assert "| tiny, QLoRA | train_ddp.py | " in page.read_text() and "Traceback" not in ended.stderr
