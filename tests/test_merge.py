@@ -235,8 +235,9 @@ def test_added_tokens_are_in_the_merged_model(tmp_path, monkeypatch, tied):
         planned = with_split(plan, data.num_train_rows, data.num_eval_rows, {})
         live = train(build_run(recipe, planned, World(), tokenizer, data)).run.model
     finished = Finished(tmp_path / "run", recipe, {}, plan)
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda run_dir: finished)
-    monkeypatch.setattr("tunebook.merge._write_card", lambda finished, folder, text: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.merge._write_card", lambda *given: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.card_facts", lambda finished: None)
     assert merge("run", str(tmp_path / "merged")) == 0
     merged, saved = load(tmp_path / "merged"), AutoTokenizer.from_pretrained(tmp_path / "merged")
     rows = merged.get_input_embeddings().weight

@@ -36,8 +36,11 @@ class Scratch:
         import torch
 
         if not bool(torch.isfinite(tensor).all()):
-            message = f"{name} has numbers that {str(tensor.dtype).removeprefix('torch.')} cannot hold"
-            raise Refused(Problem(message, "Use --dtype bfloat16 or float32", "--dtype"))
+            if tensor.dtype == torch.float16 and not bool(torch.isnan(tensor).any()):
+                message = f"{name} has numbers that float16 cannot hold"
+                raise Refused(Problem(message, "Use --dtype bfloat16 or float32", "--dtype"))
+            message = f"{name} with the adapter in it is not a number everywhere (NaN or infinite)"
+            raise Refused(Problem(message, "No type helps: adapter or base is damaged, or training went astray"))
         flat = tensor.detach().contiguous().reshape(-1)
         if not flat.numel():
             return tensor

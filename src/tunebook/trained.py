@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunebook.errors import Problem, Refused
 from tunebook.exported import exported_folder
 from tunebook.finished import Finished
+from tunebook.past_base import check_base
 from tunebook.world import World, world_of
 
 
@@ -46,6 +48,7 @@ def before_training(trained: Trained, finished: Finished, world: World | None = 
         with quiet_libraries(), trained.model.disable_adapter():
             yield trained.model
     else:
+        check_base(finished)
         with quiet_libraries():
             base = load_base(finished.recipe, finished.plan, world or _world(finished))
         yield base.eval()
@@ -55,11 +58,11 @@ def _load(finished: Finished, folder: Path, world: World) -> Trained:
     from tunebook.quiet import quiet_libraries
 
     with quiet_libraries():
-        from peft import PeftModel
-
         from tunebook.model import load_base
         from tunebook.new_tokens import make_room, start_rows
 
+    if finished.recipe.lora is not None:
+        check_base(finished)
     recipe, plan = finished.recipe, finished.plan
     tokenizer, prompts = _load_prompts(finished, folder)
     with quiet_libraries():
@@ -72,8 +75,21 @@ def _load(finished: Finished, folder: Path, world: World) -> Trained:
                 make_room(base, tokenizer)
                 # What is seen of them with the adapter switched off is what the run began with.
                 start_rows(base, tokenizer.convert_tokens_to_ids(tokens))
-            model = PeftModel.from_pretrained(base, folder)
+            model = _put_on(base, folder)
     return Trained(model.eval(), tokenizer, prompts)
+
+
+def _put_on(base: Any, folder: Path) -> Any:
+    """Return the adapter on its base. Raises Refused where they do not fit."""
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(base, folder)
+    except (RuntimeError, ValueError, LookupError) as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        reason = " ".join(str(error).split())[:160].rstrip(".")
+        raise Refused(Problem(f"does not fit the base: {reason}", "See --base", str(folder))) from error
 
 
 def _load_prompts(finished: Finished, folder: Path) -> tuple[Any, Any]:
