@@ -28,6 +28,8 @@ def load_trained(finished: Finished, world: World | None = None) -> Trained:
     Of a checkpoint, what the run would have left had it ended there. It is on this process's own device of `world`, by
     default that of a single process.
     """
+    if finished.recipe.lora is not None:
+        check_base(finished)
     with exported_folder(finished) as folder:
         return _load(finished, folder, world or _world(finished))
 
@@ -61,8 +63,6 @@ def _load(finished: Finished, folder: Path, world: World) -> Trained:
         from tunebook.model import load_base
         from tunebook.new_tokens import make_room, start_rows
 
-    if finished.recipe.lora is not None:
-        check_base(finished)
     recipe, plan = finished.recipe, finished.plan
     tokenizer, prompts = _load_prompts(finished, folder)
     with quiet_libraries():
