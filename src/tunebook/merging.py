@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.trained import fitting
 
 SHARD_SIZE = "5GB"
 
@@ -63,7 +64,8 @@ def put_adapter_on(base: Any, folder: Path) -> Any:
     from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
     # "Trainable" marks all that the file holds, saved modules and biases too, which come in the base's own type.
-    model = PeftModel.from_pretrained(base, folder, is_trainable=True, torch_device="cpu")
+    with fitting(folder):
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True, torch_device="cpu")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)

@@ -60,6 +60,8 @@ def _load(finished: Finished, folder: Path, world: World) -> Trained:
     from tunebook.quiet import quiet_libraries
 
     with quiet_libraries():
+        from peft import PeftModel
+
         from tunebook.model import load_base
         from tunebook.new_tokens import make_room, start_rows
 
@@ -75,21 +77,21 @@ def _load(finished: Finished, folder: Path, world: World) -> Trained:
                 make_room(base, tokenizer)
                 # What is seen of them with the adapter switched off is what the run began with.
                 start_rows(base, tokenizer.convert_tokens_to_ids(tokens))
-            model = _put_on(base, folder)
+            with fitting(folder):
+                model = PeftModel.from_pretrained(base, folder)
     return Trained(model.eval(), tokenizer, prompts)
 
 
-def _put_on(base: Any, folder: Path) -> Any:
-    """Return the adapter on its base. Raises Refused where they do not fit."""
-    from peft import PeftModel
-
+@contextmanager
+def fitting(adapter: Path) -> Iterator[None]:
+    """Turn what peft raises where an adapter and its base do not fit into a refusal of one line."""
     try:
-        return PeftModel.from_pretrained(base, folder)
+        yield
     except (RuntimeError, ValueError, LookupError) as error:
         if type(error).__name__ == "OutOfMemoryError":
             raise
         reason = " ".join(str(error).split())[:160].rstrip(".")
-        raise Refused(Problem(f"does not fit the base: {reason}", "See --base", str(folder))) from error
+        raise Refused(Problem(f"does not fit the base: {reason}", "See --base", str(adapter))) from error
 
 
 def _load_prompts(finished: Finished, folder: Path) -> tuple[Any, Any]:
