@@ -59,6 +59,16 @@ def test_a_checkpoint_has_its_own_weights_and_all_else_of_the_run(place, tmp_pat
     assert trained.prompts.name == "alpaca text"
 
 
+def test_another_tokenizer_of_the_same_base_is_refused(place, tmp_path):
+    shutil.copytree(place, tmp_path / "place")
+    config = tmp_path / "place" / "base" / "tokenizer.json"
+    config.write_text(config.read_text().replace("<|im_end|>", "<|im_over|>"))
+    finished = open_finished("runs/recipe/checkpoints/checkpoint-4", str(tmp_path / "place" / "base"))
+    with pytest.raises(Refused, match="has another tokenizer or template than the run had"):
+        export_checkpoint(finished, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -15,7 +15,7 @@ from tunebook.errors import EXIT_FAILED, PEER_ENDED, Problem, Refused, is_peer_g
 from tunebook.figures import Figures, Measured, show_figures
 from tunebook.finished import Finished, open_finished
 from tunebook.out_files import check_out, write_out
-from tunebook.past_base import check_base, lost_data
+from tunebook.past_base import check_base, check_tokenizer, lost_data
 from tunebook.places import local_path
 from tunebook.process_group import process_group, refuse_together
 from tunebook.recipe.reading import placed_in
@@ -122,6 +122,7 @@ def find_rows(finished: Finished, wanted: Evaluation) -> Rows:
     else:
         data = _prepare_other(recipe, wanted.data, tokenizer)
         prepared = data.train
+    check_tokenizer(finished, tokenizer)
     examples = find_examples(prepared, tokenizer, data.stop_token_id, wanted.answer_rows)
     # An answer that is there and does not end with the token that ends it was cut.
     cut = sum(row["prompt_length"] > 0 and row["input_ids"][-1] != data.stop_token_id for row in prepared)

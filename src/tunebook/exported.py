@@ -10,7 +10,7 @@ from typing import Any
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished
 from tunebook.mutated_start import as_plain_lora, changes_base
-from tunebook.past_base import check_base
+from tunebook.past_base import check_base, check_tokenizer
 from tunebook.world import world_of
 from tunebook.writing import folder_to_fill
 
@@ -57,6 +57,7 @@ def fill_from_checkpoint(finished: Finished, folder: Path, bring: Callable[[Path
     tokenizer = tokenizer_of(recipe)
     # Asked in any case: it gives the tokenizer the recipe's template. Plain texts end with another token.
     of_template = find_stop_token(tokenizer, recipe.data.template)
+    check_tokenizer(finished, tokenizer)
     stop_token_id = int(finished.summary.get("stop_token_id", of_template))
     with quiet_libraries():
         if recipe.lora is None:

@@ -3,11 +3,13 @@
 import json
 import shlex
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished
-from tunebook.identity import folder_digest
+from tunebook.identity import folder_digest, tokenizer_digest
 from tunebook.places import is_local, is_local_data, local_path
 from tunebook.run_folder import read_begun
 
@@ -45,6 +47,20 @@ def check_base(finished: Finished) -> None:
     if told is not None and here != told:
         message = f"{name} is another base than the run was trained on: {here[:12]} here, {told[:12]} there"
         raise _refusal(finished, message, f"Say where that one is: {_near(finished)}")
+
+
+def check_tokenizer(finished: Finished, tokenizer: Any) -> None:
+    """Raise Refused where the base's tokenizer, with the recipe's template on it, is not what the run had.
+
+    Other versions of transformers may write the same tokenizer in another way, so under those it is not compared.
+    """
+    begun, versions = read_begun(str(finished.folder)), finished.summary.get("versions")
+    told = None if begun is None else begun.identity.get("tokenizer")
+    same_version = isinstance(versions, dict) and versions.get("transformers") == version("transformers")
+    if told is not None and same_version and (here := tokenizer_digest(tokenizer)) != told:
+        name = finished.recipe.model.name_or_path
+        message = f"{name} has another tokenizer or template than the run had: {here[:12]} here, {told[:12]} there"
+        raise _refusal(finished, message, f"Say where the base is as it was: {_near(finished)}")
 
 
 def has_its_base(finished: Finished) -> bool:
