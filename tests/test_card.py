@@ -305,3 +305,20 @@ def test_a_card_that_cannot_be_made_does_not_cost_the_run(tmp_path, monkeypatch)
     monkeypatch.setattr("tunebook.card_files.render_card", lambda *_: 1 / 0)
     [note] = write_run_cards(given.recipe, plan, summary)
     assert "could not be written (ZeroDivisionError" in note and f"tunebook export {tmp_path / 'run'}" in note
+
+
+@pytest.mark.parametrize(
+    ("template", "as_it_is"),
+    [("alpaca text", False), ("nothing: plain text", False), ("chat template of the model", True)],
+)
+def test_a_pipeline_is_promised_what_the_model_was_trained_on(tmp_path, template, as_it_is):
+    card = render_card(facts(tmp_path, template=template), verification="verified")
+    assert ("takes it as it is" in card) == as_it_is
+    assert ("takes it for texts as above" in card and "was not trained" in card) != as_it_is
+
+
+def test_the_folder_on_the_card_is_the_runs_own(tmp_path):
+    """Not the one where the base lies now, which is what its recipe may say by then."""
+    text = RECIPE.replace("Qwen/Qwen2.5-7B", str(tmp_path / "here"))
+    card = render_card(facts(tmp_path, text, public_base=None, model="models/there"))
+    assert 'from_pretrained("models/there"' in card

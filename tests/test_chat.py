@@ -59,7 +59,7 @@ def answer_of(model, prompt_ids, num_tokens=6):
 def test_the_model_that_answers_is_the_trained_one(finished, monkeypatch, capsys):
     trained = load_trained(finished)
     assert tensor_sha256(adapter_tensors(trained.model)) == finished.summary["adapter_sha256"]
-    monkeypatch.setattr("tunebook.chat.open_finished", lambda run_dir: finished)
+    monkeypatch.setattr("tunebook.chat.open_finished", lambda *given: finished)
     chat("runs/run", ["Hello", "/nothing", " \n", "never asked"], max_new_tokens=5)
     said = capsys.readouterr()
     [prompt] = [trained.tokenizer.encode("Hello<|end|>", add_special_tokens=False)]

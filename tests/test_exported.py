@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from broken_off import adapter_of, largest_difference
 from finished_runs import finished_place, train_in
+from tunebook.errors import Refused
 from tunebook.exported import export_checkpoint, exported_folder
 from tunebook.finished import open_finished
 from tunebook.model import keep_4bit_weights
@@ -58,6 +59,16 @@ def test_a_checkpoint_has_its_own_weights_and_all_else_of_the_run(place, tmp_pat
     assert trained.prompts.name == "alpaca text"
 
 
+def test_another_tokenizer_of_the_same_base_is_refused(place, tmp_path):
+    shutil.copytree(place, tmp_path / "place")
+    config = tmp_path / "place" / "base" / "tokenizer.json"
+    config.write_text(config.read_text().replace("<|im_end|>", "<|im_over|>"))
+    finished = open_finished("runs/recipe/checkpoints/checkpoint-4", str(tmp_path / "place" / "base"))
+    with pytest.raises(Refused, match="has another tokenizer or template than the run had"):
+        export_checkpoint(finished, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -83,6 +94,21 @@ def test_the_last_checkpoint_of_each_kind_gives_what_the_run_gave(place, words):
     for file, content in expected.items():
         assert found[file] == content, file
     check_code_on_card(f"runs/{name}")
+    if "lora=null" in words:
+        check_damage_is_found(Path("runs") / name)
+
+
+def check_damage_is_found(run):
+    """A whole model has tied weights, and a hash of all of them, too."""
+    path = run / "adapter" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Refused, match="its tensors have the sha256"):
+        load_trained(open_finished(str(run)))
+    path.write_bytes(content[:5000])
+    with pytest.raises(Refused, match="its weights cannot be read"):
+        load_trained(open_finished(str(run)))
 
 
 def check_code_on_card(run):

@@ -1,5 +1,6 @@
 """Finding what came out of a run: its end, or a checkpoint."""
 
+import fcntl
 import json
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from tunebook.checkpoints import PROGRESS, finish_checkpoint
 from tunebook.errors import Refused
 from tunebook.finished import open_finished
+from tunebook.publishing import check_run
+from tunebook.recipe.schema import HubSection
 
 RECIPE = "model: {name_or_path: base}\nlora: {r: 4}\ndata: {path: gone.jsonl, template: gone.jinja}\n"
 
@@ -71,6 +74,18 @@ def test_what_is_no_source_is_refused_with_what_to_name(tmp_path):
     (run / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors").write_text("weights of 5")
     with pytest.raises(Refused, match=r"no whole checkpoint: adapter_model\.safetensors has another content"):
         open_finished(str(run / "checkpoints" / "checkpoint-4"))
+
+
+def test_a_run_that_says_running_is_going_on_or_broke_off(tmp_path):
+    run = make_run(tmp_path / "x", "running", steps=(4,))
+    with pytest.raises(Refused, match=r"broke off, and left no adapter\. Run its command again.*checkpoint-4"):
+        open_finished(str(run))
+    with (run / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Refused, match=r"is going on, and has no adapter yet\. Wait for its end.*checkpoint-4"):
+            open_finished(str(run))
+        with pytest.raises(Refused, match=r"is going on, and has no adapter yet"):
+            check_run(run, HubSection(repo="me/x"))
 
 
 def test_a_run_whose_adapter_was_deleted_is_refused(tmp_path):

@@ -21,12 +21,13 @@ from tunebook.computing import computed_in
 from tunebook.data.prepare import prepare_data
 from tunebook.data.tokenizer import tokenizer_of
 from tunebook.errors import Refused
-from tunebook.finished import Finished
+from tunebook.finished import Finished, open_finished
 from tunebook.merge import merge
 from tunebook.merging import Scratch
 from tunebook.plan import build_plan, with_split
 from tunebook.process_group import process_group
 from tunebook.quiet import quiet_libraries
+from tunebook.trained import load_trained
 from tunebook.training.ready import build_run
 from tunebook.training.run import train
 from tunebook.world import World
@@ -196,6 +197,7 @@ def test_a_base_that_is_published_quantised_is_refused(place, tmp_path, monkeypa
     shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("checkpoints"))
     monkeypatch.chdir(tmp_path / "place")
     config = json.loads(Path("base/config.json").read_text())
+    Path("runs/recipe/identity.json").unlink()  # which tells that this is another base
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 64}
     Path("base/config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     with pytest.raises(Refused, match=r"published quantised \(gptq\).*never merged"):
@@ -209,6 +211,33 @@ def test_a_number_too_large_for_float16_is_refused(place, tmp_path, monkeypatch)
     with pytest.raises(Refused, match=r"proj.weight has numbers that float16 cannot hold\. Use --dtype"):
         merge("runs/recipe", str(tmp_path / "merged"), "float16")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_no_number_is_no_matter_of_the_type(place, tmp_path, monkeypatch, dtype):
+    keep = Scratch.keep
+    monkeypatch.setattr(Scratch, "keep", lambda self, tensor, name: keep(self, tensor * float("nan"), name))
+    with pytest.raises(Refused, match=r"proj.weight with the adapter in it is not a number everywhere") as refused:
+        merge("runs/recipe", str(tmp_path / "merged"), dtype)
+    assert "--dtype" not in str(refused.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_base_whose_weights_do_not_fit_its_config_is_refused(tmp_path, monkeypatch):
+    shutil.copytree(finished_place(), tmp_path / "place", ignore=shutil.ignore_patterns("checkpoints"))
+    monkeypatch.chdir(tmp_path / "place")
+    Path("runs/recipe/identity.json").unlink()  # else it would not be looked into
+    config = json.loads(Path("base/config.json").read_text())
+    Path("base/config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    with pytest.raises(
+        Refused, match=r"base cannot be loaded: its weights have other shapes than its config\.json says"
+    ):
+        merge("runs/recipe", str(tmp_path / "merged"))
+    shutil.rmtree("base")
+    build_tiny_model(Path("base"), hidden_size=128)  # sound in itself, and none for this adapter
+    with pytest.raises(Refused, match=r"adapter: does not fit the base: .*size mismatch"):
+        merge("runs/recipe", str(tmp_path / "merged"))
+    with quiet_libraries(), pytest.raises(Refused, match=r"adapter: does not fit the base: .*size mismatch"):
+        load_trained(open_finished("runs/recipe"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -235,8 +264,9 @@ def test_added_tokens_are_in_the_merged_model(tmp_path, monkeypatch, tied):
         planned = with_split(plan, data.num_train_rows, data.num_eval_rows, {})
         live = train(build_run(recipe, planned, World(), tokenizer, data)).run.model
     finished = Finished(tmp_path / "run", recipe, {}, plan)
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda run_dir: finished)
-    monkeypatch.setattr("tunebook.merge._write_card", lambda finished, folder, text: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.merge._write_card", lambda *given: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.card_facts", lambda finished: None)
     assert merge("run", str(tmp_path / "merged")) == 0
     merged, saved = load(tmp_path / "merged"), AutoTokenizer.from_pretrained(tmp_path / "merged")
     rows = merged.get_input_embeddings().weight

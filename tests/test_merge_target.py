@@ -41,7 +41,7 @@ def test_another_type_is_refused_with_the_right_one(tmp_path, dtype, fix):
 def test_a_new_or_empty_folder_in_a_right_type_is_fine(tmp_path, dtype):
     finished = finished_in(tmp_path)
     (tmp_path / "empty").mkdir()
-    for name in ("empty", "new", "new/below", "runs/tiny/merged", "runs/tiny-merged"):
+    for name in ("empty", "new", "new/below", "runs/tiny-merged"):
         assert message_of(finished, tmp_path / name, dtype) == ""
 
 
@@ -51,18 +51,25 @@ def test_a_new_or_empty_folder_in_a_right_type_is_fine(tmp_path, dtype):
         ("runs/tiny/adapter", "is the folder of an adapter"),
         ("runs/tiny/adapter/merged", "lies in the folder of an adapter"),
         ("runs/other/../tiny/adapter", "is the folder of an adapter"),
-        ("runs/tiny", "is part of the run itself"),
-        ("runs/tiny/checkpoints", "is part of the run itself"),
-        ("runs/tiny/checkpoints/merged", "is part of the run itself"),
+        ("runs/tiny", "lies in the run folder"),
+        ("runs/tiny/merged", "lies in the run folder"),
+        ("runs/other/m", "lies in the run folder"),
+        ("base", "lies in the folder of the base"),
+        ("base/m", "lies in the folder of the base"),
+        ("runs/tiny/checkpoints", "lies in the run folder"),
+        ("runs/tiny/checkpoints/merged", "lies in the run folder"),
         ("full", "is not empty"),
         ("file", "is a file"),
         ("link", "leads nowhere"),
         ("elsewhere", "is the folder of an adapter"),
     ],
 )
-def test_a_target_that_is_something_else_is_refused(tmp_path, place, reason):
+def test_a_target_that_is_something_else_is_refused(tmp_path, monkeypatch, place, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
     finished = finished_in(tmp_path)
     (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "other" / "run_summary.json").write_text("{}")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -78,7 +85,7 @@ def test_a_run_without_adapter_is_refused_with_what_to_use(tmp_path):
 
 def test_all_is_told_together_and_nothing_is_imported_for_it(tmp_path, monkeypatch):
     finished = finished_in(tmp_path, lora=False)
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda run_dir: finished)
+    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
     had_torch = "torch" in sys.modules
     with pytest.raises(Refused, match="3 problems"):
         merge("runs/tiny", str(finished.adapter), "nf4")

@@ -82,8 +82,9 @@ def train_two_steps(folder, name, recipe):
 
 
 def check_merge(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda run_dir: finished)
-    monkeypatch.setattr("tunebook.merge._write_card", lambda finished, folder, text: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.merge._write_card", lambda *given: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.card_facts", lambda finished: None)
     for dtype in ("float32", "bfloat16"):
         assert merge("run", str(tmp_path / dtype), dtype) == 0, dtype
 

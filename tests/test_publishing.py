@@ -110,7 +110,7 @@ def test_a_push_that_fails_loses_nothing_and_the_printed_command_repeats_it(plac
     assert (summary_of(run)["exit_code"], summary_of(run)["publish_error"]) == (0, None)
     for fault, code in ((Fault("POST .*/commit/.*", 403), 3), (None, 2)):
         hub.fail(*([fault] if fault else []))
-        (run / "adapter" / "README.md").write_text("new" if fault else f"see {place}/base")
+        (run / "adapter" / "notes.txt").write_text("new" if fault else f"see {place}/base")
         done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == code and done.stderr.count("\n") == (3 if fault else 1), done.stderr
 

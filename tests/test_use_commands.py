@@ -51,15 +51,15 @@ def test_the_words_mean_what_they_say(monkeypatch, capsys):
     monkeypatch.setattr("tunebook.launch.launch_words", lambda *given: calls.append(given) or 75)
     words = ["generate", "runs/x", "--prompts", "p", "--out", "o", "--batch-size", "3", "--max-new-tokens", "9"]
     assert type_words(monkeypatch, capsys, [*words, "--temperature", "0.5", "--seed", "7"])[0] == 0
-    assert type_words(monkeypatch, capsys, words[:6])[0] == 0
-    assert calls == [("runs/x", "p", "o", Drawing(3, 9, 0.5, 7)), ("runs/x", "p", "o", Drawing())]
+    assert type_words(monkeypatch, capsys, [*words[:6], "--base", "b"])[0] == 0
+    assert calls == [("runs/x", "p", "o", Drawing(3, 9, 0.5, 7), None), ("runs/x", "p", "o", Drawing(), "b")]
     calls.clear()
     assert type_words(monkeypatch, capsys, ["eval", "runs/x", "--no-before", "--out", "o", "--data", "d"])[0] == 0
     assert calls == [("runs/x", Evaluation("d", False, "o"))]
     calls.clear()
     # On several processes each is asked for the same, and the command ends with their code.
-    assert type_words(monkeypatch, capsys, ["eval", "runs/x", "--num-processes", "3"])[0] == 75
-    assert calls == [(["-m", "tunebook.cli", "eval", "runs/x", "--max-new-tokens", "256"], 3)]
+    assert type_words(monkeypatch, capsys, ["eval", "runs/x", "--num-processes", "3", "--base", "b"])[0] == 75
+    assert calls == [(["-m", "tunebook.cli", "eval", "runs/x", "--base", "b", "--max-new-tokens", "256"], 3)]
 
 
 def test_a_process_of_a_launch_measures_its_share(monkeypatch, capsys):

@@ -38,7 +38,7 @@ def render_loading(recipe: Recipe, summary: Mapping[str, Any], kind: Kind, folde
     lines += [f'{FOLDER} = "{folder}"  # or the name of this adapter on the Hub']
     lines += [f"tokenizer = AutoTokenizer.from_pretrained({FOLDER})"]
     lines += [_quantization(recipe.quantization, dtype)] if recipe.quantization is not None else []
-    lines += _named_base(options) if public else _unnamed_base(recipe, options)
+    lines += _named_base(options) if public else _unnamed_base(recipe, summary, options)
     # transformers takes these settings from the base, which may stop elsewhere.
     return "\n".join([*lines, f"model.generation_config = GenerationConfig.from_pretrained({FOLDER})"])
 
@@ -55,8 +55,8 @@ def _named_base(options: list[str]) -> list[str]:
     return [f"model = AutoPeftModelForCausalLM.from_pretrained({FOLDER}, {', '.join(options)})"]
 
 
-def _unnamed_base(recipe: Recipe, options: list[str]) -> list[str]:
-    base = json.dumps(last_part(recipe.model.name_or_path), ensure_ascii=False)
+def _unnamed_base(recipe: Recipe, summary: Mapping[str, Any], options: list[str]) -> list[str]:
+    base = json.dumps(last_part(str(summary["model"])), ensure_ascii=False)
     lines = [f"base = AutoModelForCausalLM.from_pretrained({base}, {', '.join(options)})  # the folder of the base"]
     if recipe.model.add_special_tokens:
         lines += [

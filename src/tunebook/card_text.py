@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunebook.batch_arithmetic import counted
-from tunebook.card_code import FOLDER, Kind
+from tunebook.card_code import FOLDER, PLAIN_TEXT, Kind
+from tunebook.data.prompts import AlpacaPrompts
 from tunebook.mutated_start import changes_base
 from tunebook.plan_table import LEFT_OUT_WHEN_NONE, ROWS
 from tunebook.public_text import cell, last_part
@@ -140,6 +141,11 @@ def adapter_notes(recipe: Recipe, kind: Kind) -> list[str]:
 
 def pipeline_note(recipe: Recipe, summary: Mapping[str, Any], kind: Kind) -> list[str]:
     """Return how a pipeline of transformers takes it, where one can."""
+    if kind != "adapter" and summary["template"] in (PLAIN_TEXT, AlpacaPrompts.name):
+        return [
+            f'`pipeline("text-generation", model={FOLDER})` takes it for texts as above, stop tokens included. For '
+            "messages it would use the chat template of the tokenizer, on which this model was not trained."
+        ]
     if kind != "adapter":
         return [f'`pipeline("text-generation", model={FOLDER})` takes it as it is, stop tokens included.']
     if recipe.model.add_special_tokens or not summary.get("public_base"):

@@ -22,13 +22,15 @@ Ctrl-C stops an answer; an empty line or Ctrl-D ends."""
 ONE_BY_ONE = "the model was trained on the Alpaca text, which has no turns: each line is a question of its own"
 
 
-def chat(run_dir: str, lines: Iterable[str] | None = None, max_new_tokens: int | None = None) -> None:
+def chat(
+    run_dir: str, lines: Iterable[str] | None = None, max_new_tokens: int | None = None, base: str | None = None
+) -> None:
     """Answer each line, greedily, with the model of a run, which sees the conversation so far.
 
-    Without `lines` they are typed: those of standard input. Answers go to stdout, everything else to stderr. Raises
-    Refused where `run_dir` holds no run that came to its end.
+    Without `lines` they are typed: those of standard input. Answers go to stdout, everything else to stderr. `base`
+    is where its base lies now. Raises Refused where `run_dir` holds no run that came to its end.
     """
-    finished = open_finished(run_dir)
+    finished = open_finished(run_dir, base)
     talk = Talk(finished, load_trained(finished), max_new_tokens or MAX_NEW_TOKENS)
     is_typed = lines is None and sys.stdin.isatty()
     if is_typed:

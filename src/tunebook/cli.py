@@ -12,6 +12,7 @@ from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Proble
 from tunebook.launch_files import Kind, check_job, gpus_of_each, render_launch_file
 from tunebook.planning import plan_without_data, prepare_ahead
 from tunebook.recipe.reading import load_recipe, placed_in
+from tunebook.use_commands import BaseOption
 from tunebook.use_commands import commands as use_commands
 from tunebook.world import count_gpus, world_of
 
@@ -85,11 +86,12 @@ def prepare(
 def export(
     run: Annotated[str, typer.Argument(help="The run folder, or a checkpoint in it.")],
     out: Annotated[str | None, typer.Option("--out", help="The folder to write; exports/NAME by default.")] = None,
+    base: BaseOption = None,
 ) -> None:
     """Export, and print the source, the notes and the folder."""
     from tunebook.export import show_export
 
-    show_export(run, out)
+    show_export(run, out, base)
 
 
 @app.command(help="Publish a finished run on the Hugging Face Hub; what is there already is not sent again.")
@@ -101,9 +103,9 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would go, and send nothing.")] = False,
 ) -> None:
     """Print where the run is, or what would go there."""
-    from tunebook.publishing import publish_by_hand
+    from tunebook.push_anew import push_by_hand
 
-    publish_by_hand(run, repo, private, revision, dry_run)
+    push_by_hand(run, repo, private, revision, dry_run)
 
 
 @app.command(help="Merge an adapter into its unquantised base, to a model of its own that is verified.")
@@ -111,11 +113,12 @@ def merge(
     run: Annotated[str, typer.Argument(help="The run folder, or one of its checkpoints.")],
     out: Annotated[str, typer.Option("--out", help="The folder to write, new or empty.")],
     dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; else the base's.")] = None,
+    base: BaseOption = None,
 ) -> None:
     """Write the merged model; the exit code is 1 where it differs from the adapter, and nothing is left then."""
     from tunebook.merge import merge as merge_run
 
-    raise typer.Exit(merge_run(run, out, dtype))
+    raise typer.Exit(merge_run(run, out, dtype, base))
 
 
 @app.command(help="Write one HTML page that shows runs side by side: curves, rows, samples, facts, recipes.")

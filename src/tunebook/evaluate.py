@@ -15,6 +15,7 @@ from tunebook.errors import EXIT_FAILED, PEER_ENDED, Problem, Refused, is_peer_g
 from tunebook.figures import Figures, Measured, show_figures
 from tunebook.finished import Finished, open_finished
 from tunebook.out_files import check_out, write_out
+from tunebook.past_base import check_base, check_tokenizer, lost_data
 from tunebook.places import local_path
 from tunebook.process_group import process_group, refuse_together
 from tunebook.recipe.reading import placed_in
@@ -36,7 +37,7 @@ MOST_NATS = 700  # whose exp is still a number
 class Evaluation:
     """What is measured: `data` names other rows than the run held out, of which `answer_rows` (None: all) are answered.
 
-    `before` measures the base, too. An answer has `max_new_tokens` at most.
+    `before` measures the base, too. An answer has `max_new_tokens` at most. `base` is where the base lies now.
     """
 
     data: str | None = None
@@ -44,6 +45,7 @@ class Evaluation:
     out: str | None = None
     answer_rows: int | None = None
     max_new_tokens: int = 256
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def evaluate(run_dir: str, wanted: Evaluation, world: World) -> Measured | None:
 
     Raises Refused before weights load where the run, the rows or `out` can't be used.
     """
-    finished = open_finished(run_dir)
+    finished = open_finished(run_dir, wanted.base)
+    check_base(finished)
     if wanted.answer_rows != 0:
         check_scorer()
     if wanted.out is not None:
@@ -108,6 +111,9 @@ def find_rows(finished: Finished, wanted: Evaluation) -> Rows:
     recipe = finished.recipe
     tokenizer = tokenizer_of(recipe)
     if wanted.data is None:
+        if lost := lost_data(finished):
+            message = f"{lost[0]} was a place of rows on this machine, and is none here"
+            raise Refused(Problem(message, "Name rows: --data FILE", str(finished.folder)))
         with placed_in(recipe):
             data = prepare_data(recipe, tokenizer)
             template = build_prompts(tokenizer, recipe.data.template).source
@@ -116,6 +122,7 @@ def find_rows(finished: Finished, wanted: Evaluation) -> Rows:
     else:
         data = _prepare_other(recipe, wanted.data, tokenizer)
         prepared = data.train
+    check_tokenizer(finished, tokenizer)
     examples = find_examples(prepared, tokenizer, data.stop_token_id, wanted.answer_rows)
     # An answer that is there and does not end with the token that ends it was cut.
     cut = sum(row["prompt_length"] > 0 and row["input_ids"][-1] != data.stop_token_id for row in prepared)
@@ -250,6 +257,11 @@ def token_loss(model: Any, finished: Finished, prepared: Any, world: World) -> t
 def as_words(run: str, wanted: Evaluation) -> Sequence[str]:
     """Return the words that ask for this evaluation after `tunebook eval`, for each process of a launch."""
     words = [run, *(() if wanted.before else ("--no-before",))]
-    for name, value in (("--data", wanted.data), ("--out", wanted.out), ("--answer-rows", wanted.answer_rows)):
+    for name, value in (
+        ("--data", wanted.data),
+        ("--out", wanted.out),
+        ("--answer-rows", wanted.answer_rows),
+        ("--base", wanted.base),
+    ):
         words += [] if value is None else [name, str(value)]
     return [*words, "--max-new-tokens", str(wanted.max_new_tokens)]

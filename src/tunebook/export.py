@@ -4,7 +4,7 @@ import filecmp
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from tunebook.card_files import CARD, write_card
 from tunebook.checkpoints import step_of
 from tunebook.errors import Problem, Refused
 from tunebook.exported import fill_from_checkpoint
-from tunebook.finished import Finished, open_finished
-from tunebook.licence import find_licence
+from tunebook.finished import Finished, explain_taken, open_finished
+from tunebook.licence import Licence, find_licence
 from tunebook.loss_picture import read_metrics
+from tunebook.past_base import base_stops, check_base, has_its_base
 from tunebook.plan_table import build_console, print_notes
 from tunebook.public_text import last_part
-from tunebook.run_folder import read_summary
+from tunebook.recipe.schema import Recipe
 from tunebook.writing import explain_unwritten, folder_beside, put_in_place
 
 
@@ -36,14 +37,16 @@ class Export:
     is_new: bool
 
 
-def export(run_dir: str, out: str | None = None) -> Export:
+def export(run_dir: str, out: str | None = None, base: str | None = None) -> Export:
     """Write the adapter folder of a run, or of one of its checkpoints, to `out`, whole or not at all.
 
-    By default that is `exports/<run>`, or `exports/<run>-checkpoint-N`. Raises Refused where there is nothing to
-    export, and where the target is no place for it: inside a run folder, a file, or a folder that holds anything else
-    than this very export.
+    By default that is `exports/<run>`, or `exports/<run>-checkpoint-N`; `base` is where its base lies now. Raises
+    Refused where there is nothing to export, and where the target is no place for it: inside a run folder, a file, or a
+    folder that holds anything else than this very export.
     """
-    finished = open_finished(run_dir)
+    finished = open_finished(run_dir, base)
+    if base is not None:
+        check_base(finished)
     folder = _target(finished, out)
     beside = None
     try:
@@ -55,9 +58,6 @@ def export(run_dir: str, out: str | None = None) -> Export:
         elif not _is_same(beside, folder):
             fix = "Name another folder by --out, or delete that one"
             raise Refused(Problem("holds something else than this export", fix, str(folder)))
-    except KeyError as error:
-        message = f"run_summary.json or plan.json lacks {error}: this run is of another version of tunebook"
-        raise Refused(Problem(message, "Export it with that version", str(finished.folder))) from error
     except OSError as error:
         raise Refused(Problem(explain_unwritten(error, folder), "Make room, or use --out DIR", "--out")) from error
     finally:
@@ -66,9 +66,9 @@ def export(run_dir: str, out: str | None = None) -> Export:
     return Export(finished.source, folder, notes, is_new)
 
 
-def show_export(run_dir: str, out: str | None) -> None:
+def show_export(run_dir: str, out: str | None, base: str | None = None) -> None:
     """Export and print the weights that were chosen, the notes for the user, and the folder."""
-    done, console = export(run_dir, out), build_console()
+    done, console = export(run_dir, out, base), build_console()
     print_notes(done.notes, console)
     console.print(f"source: {done.source}", markup=False, soft_wrap=True)
     console.print(f"export: {done.folder}{'' if done.is_new else ' (is there already)'}", markup=False, soft_wrap=True)
@@ -81,11 +81,32 @@ def facts_of(finished: Finished) -> CardFacts:
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Refused(Problem("cannot be read, and the card is made of it", where=str(folder / "plan.json"))) from error
-    licence = find_licence(recipe, finished.summary.get("model_revision"))
-    if finished.checkpoint is None:
-        return CardFacts(recipe, plan, finished.summary, licence)
-    step = finished.checkpoint.step
-    return CardFacts(recipe, plan, _up_to(finished, step), licence, step)
+    if not isinstance(plan, dict):
+        raise Refused(Problem("cannot be read, and the card is made of it", where=str(folder / "plan.json")))
+    step = None if finished.checkpoint is None else finished.checkpoint.step
+    summary = finished.summary if step is None else _up_to(finished, step)
+    named = {"public_base": base_for_others(recipe, finished.summary)}
+    return CardFacts(recipe, plan, {**summary, **named}, _licence_of(finished), step)
+
+
+def base_for_others(recipe: Recipe, summary: Mapping[str, Any]) -> str | None:
+    """Return the name by which others find the base: what the recipe says now, else what the run was loaded by.
+
+    None for a folder; that it was one is told by the summary, wherever one is now.
+    """
+    told = summary.get("public_base", public_base(recipe))
+    is_of_hub = told is not None and told == summary.get("model", told)
+    return recipe.model.base_id or (told if is_of_hub else None)
+
+
+def _licence_of(finished: Finished) -> Licence | None:
+    """Return the licence of the very base that the run had; nobody is asked for the name of what was a folder."""
+    recipe, commit = finished.recipe, finished.summary.get("model_revision")
+    if not has_its_base(finished):
+        if recipe.model.base_id is None:
+            return None
+        recipe = replace(recipe, model=recipe.model.model_copy(update={"name_or_path": recipe.model.base_id}))
+    return find_licence(recipe, commit)
 
 
 def _up_to(finished: Finished, step: int) -> Mapping[str, Any]:
@@ -124,10 +145,8 @@ def _target(finished: Finished, out: str | None) -> Path:
         name += f"-checkpoint-{step_of(finished.checkpoint.folder)}"
     folder = Path(out).expanduser() if out else Path("exports") / name
     place = folder.resolve()
-    for above in (place, *place.parents):
-        if read_summary(above) is not None:
-            fix = "Name a folder outside of it by --out"
-            raise Refused(Problem(f"lies in the run folder {above}, which an export must not change", fix, str(folder)))
+    if reason := explain_taken(place, finished):
+        raise Refused(Problem(reason, "Name a folder outside of it by --out", str(folder)))
     if place.exists() and not place.is_dir():
         raise Refused(Problem("is a file", "Name a folder by --out", str(folder)))
     return place if folder.is_symlink() else folder
@@ -138,26 +157,59 @@ def _fill(finished: Finished, folder: Path) -> tuple[str, ...]:
     if finished.checkpoint is None:
         # What was put there since, such as the notes of an upload, is not part of it; the card is made anew.
         left_out = shutil.ignore_patterns(".*", CARD, PICTURE)
-        shutil.copytree(finished.adapter, folder, dirs_exist_ok=True, ignore=left_out, copy_function=shutil.copyfile)
+        notes = _stop_note(finished)
+        shutil.copytree(
+            finished.whole_adapter, folder, dirs_exist_ok=True, ignore=left_out, copy_function=shutil.copyfile
+        )
     else:
         notes = fill_from_checkpoint(finished, folder, shutil.copyfile)
     notes = tuple(note for note in notes if "local path" not in note)
-    notes += _name_base(finished, folder)
+    notes += name_base(finished, folder)
+    return notes + fill_card(finished, folder)
+
+
+def fill_card(finished: Finished, folder: Path) -> tuple[str, ...]:
+    """Write card and picture of a run, or a checkpoint, into a folder; return notes for the user.
+
+    Raises Refused where what it is made of is not there.
+    """
     step = None if finished.checkpoint is None else finished.checkpoint.step
-    return notes + write_card(folder, facts_of(finished), read_metrics(finished.folder, step))
+    try:
+        return write_card(folder, facts_of(finished), read_metrics(finished.folder, step))
+    except (KeyError, TypeError) as error:
+        message = f"run_summary.json or plan.json lacks {error}: this run is of another version of tunebook"
+        raise Refused(Problem(message, "Use that version", str(finished.folder))) from error
 
 
-def _name_base(finished: Finished, folder: Path) -> tuple[str, ...]:
-    """Leave no place of this machine in adapter_config.json; return a note where the base has no public name."""
-    config = folder / "adapter_config.json"
-    summary, recipe = finished.summary, finished.recipe
-    if not config.is_file() or summary.get("public_base", public_base(recipe)) is not None:
+def _stop_note(finished: Finished) -> tuple[str, ...]:
+    """Return the note that training gave where the base itself does not stop at what ends an answer."""
+    from tokenizers import Tokenizer
+
+    stop, stops = finished.summary.get("stop_token_id"), base_stops(finished)
+    if finished.recipe.lora is None or stop is None or stops is None or stop in stops:
         return ()
-    written = json.loads(config.read_text(encoding="utf-8"))
-    path = written["base_model_name_or_path"]
+    token = Tokenizer.from_file(str(finished.adapter / "tokenizer.json")).id_to_token(stop)
+    return (f"the base itself does not stop at {token}: load the adapter as its README.md says, or merge it",)
+
+
+def name_base(finished: Finished, folder: Path) -> tuple[str, ...]:
+    """Have adapter_config.json name the base as others find it, else by no place of this machine, which is a note."""
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        return ()
+    summary, written = finished.summary, json.loads(config.read_text(encoding="utf-8"))
+    public = base_for_others(finished.recipe, summary)
+    if public is not None:
+        if written.get("base_model_name_or_path") != public:
+            written |= {"base_model_name_or_path": public, "revision": finished.recipe.model.revision}
+            config.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return ()
+    path = str(summary.get("model", written.get("base_model_name_or_path")))
     if (shown := last_part(path)) != path:
         # No name of a model on the Hub looks like this, so that nobody is given a stranger's model of that name.
-        written["base_model_name_or_path"] = path = f"./{shown}"
+        path = f"./{shown}"
+    if written.get("base_model_name_or_path") != path:
+        written["base_model_name_or_path"] = path
         config.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return (f"the adapter names its base {path}, which others do not have; set model.base_id to its public name",)
 

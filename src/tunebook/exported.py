@@ -10,6 +10,7 @@ from typing import Any
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished
 from tunebook.mutated_start import as_plain_lora, changes_base
+from tunebook.past_base import check_base, check_tokenizer
 from tunebook.world import world_of
 from tunebook.writing import folder_to_fill
 
@@ -21,7 +22,7 @@ def exported_folder(finished: Finished) -> Iterator[Path]:
     For a checkpoint it is made in a temporary place and gone afterwards.
     """
     if finished.checkpoint is None:
-        yield finished.adapter
+        yield finished.whole_adapter
         return
     with tempfile.TemporaryDirectory(prefix="tunebook-") as place:
         folder = Path(place) / finished.checkpoint.folder.name
@@ -43,6 +44,7 @@ def export_checkpoint(finished: Finished, folder: Path) -> tuple[str, ...]:
 
 def fill_from_checkpoint(finished: Finished, folder: Path, bring: Callable[[Path, Path], object]) -> tuple[str, ...]:
     """Fill an empty folder with the export of a checkpoint; `bring` puts a file of weights at its new place."""
+    check_base(finished)
     from tunebook.quiet import quiet_libraries
 
     with quiet_libraries():
@@ -55,6 +57,7 @@ def fill_from_checkpoint(finished: Finished, folder: Path, bring: Callable[[Path
     tokenizer = tokenizer_of(recipe)
     # Asked in any case: it gives the tokenizer the recipe's template. Plain texts end with another token.
     of_template = find_stop_token(tokenizer, recipe.data.template)
+    check_tokenizer(finished, tokenizer)
     stop_token_id = int(finished.summary.get("stop_token_id", of_template))
     with quiet_libraries():
         if recipe.lora is None:

@@ -1,13 +1,16 @@
 """What came out of a run, as everything that uses it afterwards finds it: its end, or one of its checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tunebook.adapter_check import check_adapter
 from tunebook.checkpoints import Checkpoint, NotWhole, check_whole, list_checkpoints
 from tunebook.errors import Problem, Refused
+from tunebook.past_runs import explain_unfinished, is_going_on
+from tunebook.places import is_local, local_path
 from tunebook.plan import Plan
 from tunebook.planning import plan_without_data
 from tunebook.recipe.reading import load_recipe
@@ -21,7 +24,8 @@ class Finished:
     """A run and which of its weights are meant: those of its end, or of a checkpoint, whatever became of the run.
 
     `folder` is the run folder, `recipe` the recipe as it was run, `summary` what run_summary.json says of the whole
-    run: its figures are those of the end, also where a checkpoint is meant.
+    run: its figures are those of the end, also where a checkpoint is meant. `base` is the place of its base, where
+    that was named apart from the recipe, which then has it, too.
     """
 
     folder: Path
@@ -29,6 +33,7 @@ class Finished:
     summary: Mapping[str, Any]
     planned: Plan | None = None
     checkpoint: Checkpoint | None = None
+    base: str | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -45,17 +50,25 @@ class Finished:
         assert self.checkpoint is None, "a checkpoint is exported first"
         return self.folder / "adapter"
 
+    @cached_property
+    def whole_adapter(self) -> Path:
+        """The same folder, after every tensor in it was read. Raises Refused where it is not what was trained."""
+        check_adapter(self.adapter, self.recipe, self.summary.get("adapter_sha256"))
+        return self.adapter
+
     @property
     def source(self) -> Path:
         """The folder that holds the weights: the adapter folder, or that of the checkpoint."""
         return self.adapter if self.checkpoint is None else self.checkpoint.folder
 
 
-def open_finished(run_dir: str) -> Finished:
+def open_finished(run_dir: str, base: str | None = None) -> Finished:
     """Return the finished run in a folder, or a checkpoint of any run, as in `runs/x/checkpoints/checkpoint-4`.
 
-    Neither the data nor the base has to be there any more. Raises Refused where there is no run, where it did not come
-    to its end and no checkpoint of it is named, and where the checkpoint is not as it was saved.
+    Neither the data nor the base has to be there any more; `base` says where the base lies now, and whoever loads it
+    asks `past_base.check_base` first. Of a base of the Hub the recipe names the commit that was trained on. Raises
+    Refused where there is no run, where it did not come to its end and no checkpoint of it is named, and where the
+    checkpoint is not as it was saved.
     """
     place = Path(run_dir).expanduser()
     place = place.resolve() if place.is_symlink() else place  # such as `latest`, made by hand
@@ -66,16 +79,38 @@ def open_finished(run_dir: str) -> Finished:
     if summary is None:
         raise Refused(Problem("no run_summary.json there, so it is no run", _run_fix(place), run_dir))
     if checkpoint is None and summary.get("status") != "completed":
-        message = f"the run is {summary.get('status')}, and left no adapter"
-        raise Refused(Problem(message, _checkpoint_fix(place), run_dir))
+        raise Refused(Problem(explain_unfinished(place, summary), _checkpoint_fix(place, summary), run_dir))
     recipes = sorted(place.glob("*.yaml"))
     if len(recipes) != 1:
         raise Refused(Problem(f"{len(recipes)} recipes are there, and a run has one", where=str(place)))
     recipe = load_recipe(str(recipes[0]), was_run=True)
-    finished = Finished(place, recipe, summary, checkpoint=checkpoint)
+    recipe = _with_base(recipe, base, summary.get("model_revision"))
+    finished = Finished(place, recipe, summary, checkpoint=checkpoint, base=base)
     if not any(finished.source.glob("*.safetensors")):
-        raise Refused(Problem("holds no weights", _checkpoint_fix(place), str(finished.source)))
+        raise Refused(Problem("holds no weights", _checkpoint_fix(place, summary), str(finished.source)))
     return finished
+
+
+def explain_taken(place: Path, finished: Finished) -> str:
+    """Return why nothing may be written to a resolved place: it lies in a run folder, or in that of the base."""
+    for above in (place, *place.parents):
+        if above == finished.folder.resolve() or read_summary(above) is not None:
+            return f"lies in the run folder {above}, which is left as it is"
+    base = finished.recipe.model.name_or_path
+    if is_local(base) and local_path(base).resolve() in (place, *place.parents):
+        return f"lies in the folder of the base, {base}, which is left as it is"
+    return ""
+
+
+def _with_base(recipe: Recipe, base: str | None, commit: str | None) -> Recipe:
+    """Return the recipe with the place of the base, or the commit of the Hub's: a branch may have moved since."""
+    if base is not None:
+        changes = {"name_or_path": base}
+    elif commit is not None and recipe.model.base_id is None and not is_local(recipe.model.name_or_path):
+        changes = {"revision": commit}
+    else:
+        return recipe
+    return replace(recipe, model=recipe.model.model_copy(update=changes))
 
 
 def _is_checkpoint(place: Path) -> bool:
@@ -103,8 +138,9 @@ def _run_fix(place: Path) -> str:
     return f"This is {example}" if above else example
 
 
-def _checkpoint_fix(place: Path) -> str:
+def _checkpoint_fix(place: Path, summary: Mapping[str, Any]) -> str:
     """Return what can be done with a run that left no adapter."""
-    again = "Run its command again to bring it to its end"
+    goes_on = summary.get("status") == "running" and is_going_on(place)
+    again = "Wait for its end" if goes_on else "Run its command again to bring it to its end"
     checkpoints = list_checkpoints(place / "checkpoints")
     return f"{again}, or name a checkpoint, such as {checkpoints[-1]}" if checkpoints else again

@@ -13,6 +13,7 @@ from tunebook.data.conversation import Fault
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished, open_finished
 from tunebook.out_files import check_out, write_out
+from tunebook.past_base import check_base
 from tunebook.prompt_files import PlacedPrompt, bad_prompts, read_prompts
 from tunebook.trained import load_prompts, load_trained
 
@@ -29,14 +30,16 @@ class Drawing:
     seed: int = 0
 
 
-def generate(run_dir: str, prompts: str, out: str, drawing: Drawing) -> None:
+def generate(run_dir: str, prompts: str, out: str, drawing: Drawing, base: str | None = None) -> None:
     """Answer the prompts of a file with the model of a finished run and write `out`, a line of JSON for each.
 
     Each line has the prompt (`prompt`, or `messages` and `tools`), `answer`, `finish_reason` (stop, or length where
-    the answer was cut), `prompt_tokens` and `answer_tokens` (without the token that ended it). Raises Refused before
+    the answer was cut), `prompt_tokens` and `answer_tokens` (without the token that ended it). `base` is where the base
+    lies now. Raises Refused before
     weights load where run, prompts or `out` can't be used.
     """
-    finished = open_finished(run_dir)
+    finished = open_finished(run_dir, base)
+    check_base(finished)
     path = check_out(out, finished.folder, [prompts])
     placed = read_prompts(prompts, finished.recipe.data.all_sources())
     ids = find_prompt_ids(finished, placed, prompts)

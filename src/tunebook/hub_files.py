@@ -155,11 +155,11 @@ def check_base_named(folder: Path, values: dict[str, Any], revision: str | None)
     base = model.get("base_id") or model.get("name_or_path")
     if model.get("base_id") is None and (revision is None or is_local(str(base))):
         message = f"the base was loaded from the folder {base}, where nobody else finds it"
-        fix = "Write its owner/name as model.base_id into the run's recipe, and as base_model_name_or_path into "
-        fix += str(settings)
+        fix = "Write its owner/name as model.base_id into the recipe in the run folder"
         raise Refused(Problem(message, fix, str(folder), "model.base_id"))
     if settings.is_file():
         named = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if named != base:
+        # What was a folder when the run ended is named anew, as the recipe says now.
+        if named not in (base, model.get("name_or_path")):
             fix = f"Set base_model_name_or_path there to {base}, if that is the base"
             raise Refused(Problem(f"the base is called {named} there, and {base} in the recipe", fix, str(settings)))

@@ -2,11 +2,11 @@
 
 import shutil
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tunebook.card import CardFacts, render_card
 from tunebook.card_files import write_card
 from tunebook.computing import give_back_freed_memory
 from tunebook.errors import EXIT_DONE, EXIT_FAILED, Problem, Refused
@@ -15,7 +15,7 @@ from tunebook.exported import exported_folder
 from tunebook.finished import Finished, open_finished
 from tunebook.loss_picture import read_metrics
 from tunebook.merge_target import MERGED_TYPES, check_room, find_merge_problems, new_folder
-from tunebook.places import is_local
+from tunebook.past_base import check_base
 from tunebook.verdict import Readings, judge, render_answers, render_verification
 from tunebook.verifying import Probe, answer_greedily, build_probe, read_model
 from tunebook.writing import explain_unwritten
@@ -25,16 +25,19 @@ class NotProven(RuntimeError):
     """A merged model is not what the adapter makes of its base; nothing of it stays on the disk."""
 
 
-def merge(run_dir: str, out: str, dtype: str | None = None) -> int:
+def merge(run_dir: str, out: str, dtype: str | None = None, base: str | None = None) -> int:
     """Merge the adapter of a run, or of a checkpoint, into its unquantised base, and write it to the folder `out`.
 
-    `dtype` is the type of its weights, by default that in which the base was published. Returns the exit code: 1 where
+    `dtype` is the type of its weights, by default that in which the base was published; `base` is where that
+    lies now. Returns the exit code: 1 where
     the merged model differs from the adapter by more than rounding explains, or the disk is full; nothing is left then.
     Raises Refused where there is nothing to merge, or no place for it.
     """
-    finished, target = _on_its_own_base(open_finished(run_dir)), Path(out).expanduser()
+    finished, target = open_finished(run_dir, base), Path(out).expanduser()
     if problems := find_merge_problems(finished, target, dtype):
         raise Refused(problems)
+    check_base(finished)
+    facts = card_facts(finished)
     from tunebook.quiet import quiet_libraries
 
     with quiet_libraries():
@@ -45,7 +48,7 @@ def merge(run_dir: str, out: str, dtype: str | None = None) -> int:
         check_unquantised(finished.recipe)
         try:
             with exported_folder(finished) as adapter:
-                _merge_into(finished, adapter, target, dtype)
+                _merge_into(finished, adapter, target, dtype, facts)
         except NotProven as error:
             print(f"failed: {error}. Nothing was kept", file=sys.stderr)
             return EXIT_FAILED
@@ -57,16 +60,7 @@ def merge(run_dir: str, out: str, dtype: str | None = None) -> int:
     return EXIT_DONE
 
 
-def _on_its_own_base(finished: Finished) -> Finished:
-    """Return the run with the commit of the base that it was trained on: a branch may have moved since."""
-    named, commit = finished.recipe.model, finished.summary.get("model_revision")
-    if is_local(named.name_or_path) or commit is None:
-        return finished
-    model = named.model_copy(update={"revision": commit})
-    return replace(finished, recipe=replace(finished.recipe, model=model))
-
-
-def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | None) -> None:
+def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | None, facts: CardFacts) -> None:
     """Merge, save, read back and judge; raise NotProven where the result is not what it should be."""
     import torch
 
@@ -96,18 +90,24 @@ def _merge_into(finished: Finished, adapter: Path, target: Path, dtype: str | No
             faults.append(message if kind == torch.float32 else f"{message}; --dtype float32 rounds least")
         if faults:
             raise NotProven("; ".join(faults))
-        _write_card(finished, folder, text)
+        _write_card(finished, folder, text, facts)
 
 
-def _write_card(finished: Finished, folder: Path, verification: str) -> None:
-    """Write the card of the merged model, with the losses up to the weights that were merged."""
-    step = finished.checkpoint.step if finished.checkpoint else None
+def card_facts(finished: Finished) -> CardFacts:
+    """Return what the card is made of. Raises Refused where it could not be made, before anything is computed."""
     try:
-        notes = write_card(folder, facts_of(finished), read_metrics(finished.folder, step), verification)
-    except KeyError as error:
+        facts = facts_of(finished)
+        render_card(facts, verification="-")
+    except (KeyError, TypeError) as error:
         message = f"run_summary.json or plan.json lacks {error}: this run is of another version of tunebook"
         raise Refused(Problem(message, "Merge it with that version", str(finished.folder))) from error
-    for note in notes:
+    return facts
+
+
+def _write_card(finished: Finished, folder: Path, verification: str, facts: CardFacts) -> None:
+    """Write the card of the merged model, with the losses up to the weights that were merged."""
+    step = finished.checkpoint.step if finished.checkpoint else None
+    for note in write_card(folder, facts, read_metrics(finished.folder, step), verification):
         print(f"note: {note}")
 
 

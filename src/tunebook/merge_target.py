@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tunebook.errors import Problem, Refused
-from tunebook.finished import Finished
+from tunebook.finished import Finished, explain_taken
 from tunebook.writing import folder_to_fill
 
 MERGED_TYPES = ("bfloat16", "float16", "float32")
@@ -58,12 +58,12 @@ def _explain_type(dtype: str) -> Problem:
 def _explain_target(target: Path, finished: Finished) -> tuple[str, str] | None:
     """Return what stands in the way of a merged model at `target`, and what to do."""
     fix = "Name a new folder, such as --out merged"
-    place, run = target.resolve(), finished.folder.resolve()
+    place = target.resolve()
     adapters = [folder for folder in (place, *place.parents) if (folder / "adapter_config.json").exists()]
     if adapters:
         return f"{'is' if adapters[0] == place else 'lies in'} the folder of an adapter", fix
-    if place == run or any(run / name in (place, *place.parents) for name in ("adapter", "checkpoints")):
-        return "is part of the run itself", fix
+    if taken := explain_taken(place, finished):
+        return taken, fix
     if target.is_symlink() and not target.exists():
         return "is a link that leads nowhere", fix
     if target.exists() and not target.is_dir():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.trained import fitting
 
 SHARD_SIZE = "5GB"
 
@@ -36,8 +37,11 @@ class Scratch:
         import torch
 
         if not bool(torch.isfinite(tensor).all()):
-            message = f"{name} has numbers that {str(tensor.dtype).removeprefix('torch.')} cannot hold"
-            raise Refused(Problem(message, "Use --dtype bfloat16 or float32", "--dtype"))
+            if tensor.dtype == torch.float16 and not bool(torch.isnan(tensor).any()):
+                message = f"{name} has numbers that float16 cannot hold"
+                raise Refused(Problem(message, "Use --dtype bfloat16 or float32", "--dtype"))
+            message = f"{name} with the adapter in it is not a number everywhere (NaN or infinite)"
+            raise Refused(Problem(message, "No type helps: adapter or base is damaged, or training went astray"))
         flat = tensor.detach().contiguous().reshape(-1)
         if not flat.numel():
             return tensor
@@ -60,7 +64,8 @@ def put_adapter_on(base: Any, folder: Path) -> Any:
     from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
     # "Trainable" marks all that the file holds, saved modules and biases too, which come in the base's own type.
-    model = PeftModel.from_pretrained(base, folder, is_trainable=True, torch_device="cpu")
+    with fitting(folder):
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True, torch_device="cpu")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)

@@ -248,6 +248,13 @@ def _refusal(recipe: Recipe, message: str, fix: str = "", key: str = "model.name
     return Refused(Problem(message, fix, recipe.path, key))
 
 
+def first_words(error: Exception) -> str:
+    """Return what the libraries say first of a model that cannot be loaded, or what they mean by it."""
+    if "ignore_mismatched_sizes" in str(error):
+        return "its weights have other shapes than its config.json says"
+    return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
+
+
 @contextlib.contextmanager
 def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Iterator[None]:
     """Turn what the libraries raise about a user's input into a refusal of one line, with their own first words."""
@@ -268,5 +275,4 @@ def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Ite
         AttributeError,
         SafetensorError,
     ) as error:
-        reason = ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
-        raise _refusal(recipe, f"{recipe.model.name_or_path} {what}: {reason}", key=key) from error
+        raise _refusal(recipe, f"{recipe.model.name_or_path} {what}: {first_words(error)}", key=key) from error

@@ -73,10 +73,34 @@ def by_key(values: Mapping[Any, Any], section: str = "") -> dict[str, Any]:
     return found
 
 
+def is_going_on(folder: Path) -> bool:
+    """Return whether a run holds its folder. Asked for with a shared lock, given back at once."""
+    try:
+        with (folder / LOCK).open("r") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def explain_unfinished(folder: Path, summary: Mapping[str, Any]) -> str:
+    """Return why a run that is not completed has no adapter."""
+    status = summary.get("status")
+    if status == "running":
+        return (
+            "the run is going on, and has no adapter yet"
+            if is_going_on(folder)
+            else "the run broke off, and left no adapter"
+        )
+    return f"the run is {status}, and left no adapter"
+
+
 def _read_past_run(folder: Path, name: str) -> PastRun:
     summary = read_summary(folder) or {}
     status = str(summary.get("status"))
-    if status == "running" and not _is_held(folder / LOCK):
+    if status == "running" and not is_going_on(folder):
         status = "broken off"
     return PastRun(
         name=name,
@@ -112,18 +136,6 @@ def _read_mapping(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a run holds its folder. Asked for with a shared lock, given back at once."""
-    try:
-        with lock.open("r") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:

@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from tunebook.errors import Problem, Refused
-from tunebook.model import load_architecture
+from tunebook.model import first_words, load_architecture
 from tunebook.places import is_local, local_path
 from tunebook.recipe.schema import Recipe
 
@@ -42,8 +42,7 @@ def load_published(recipe: Recipe) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
-        raise Refused(Problem(f"{name} cannot be loaded: {reason}", where=recipe.path, key=KEY)) from error
+        raise Refused(Problem(f"{name} cannot be loaded: {first_words(error)}", where=recipe.path, key=KEY)) from error
     if missing := sorted(loading["missing_keys"]):
         message = f"{name} lacks {len(missing)} weights, {missing[0]} first; they would be random"
         raise Refused(Problem(message, "Give a complete causal language model", recipe.path, KEY))

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tunebook.errors import EXIT_DONE, EXIT_UNPUBLISHED, NotPublished, Problem, 
 from tunebook.hub_client import Failure, HubFailed, explain
 from tunebook.hub_files import HubFile, check_base_named, find_leaks, list_files, read_run_recipe, render_public_recipe
 from tunebook.hub_push import check_token, push
+from tunebook.past_runs import explain_unfinished
 from tunebook.plan import Plan
 from tunebook.process_group import refuse_together
 from tunebook.recipe.hub_checks import BRANCH_FIX, REPO_FIX, explain_branch, explain_repo
@@ -20,6 +22,7 @@ from tunebook.run_folder import SUMMARY, hold_finished, read_summary
 from tunebook.world import World
 from tunebook.writing import write_whole
 
+MakeAnew = Callable[[Path], list[HubFile]]
 BEGUN = "publishing was begun and did not come to its end"
 
 
@@ -57,13 +60,13 @@ def publish_finished(recipe: Recipe, plan: Plan, world: World) -> None:
         raise NotPublished(_note_failure(folder, recipe.hub, explain(error))) from None
 
 
-def publish_run(folder: Path, hub: HubSection, dry_run: bool = False) -> None:
+def publish_run(folder: Path, hub: HubSection, dry_run: bool = False, make_anew: MakeAnew | None = None) -> None:
     """Push what a run folder holds for others to a repository, and print where it is; or what would be pushed.
 
     Raises Refused, before anything is sent, where it is no finished run or would tell what is nobody's business, and
     NotPublished where the Hub does not take it.
     """
-    files = check_run(folder, hub)
+    files = check_run(folder, hub, make_anew)
     branch = "" if hub.revision is None else f", branch {hub.revision}"
     if dry_run:
         print(f"{hub.repo} ({'private' if hub.private else 'public'}{branch}) would get:")
@@ -82,8 +85,11 @@ def publish_run(folder: Path, hub: HubSection, dry_run: bool = False) -> None:
     print(f"{what}: {done.url}  (commit {done.commit[:12]}{branch})", flush=True)
 
 
-def check_run(folder: Path, hub: HubSection) -> list[HubFile]:
-    """Return what is pushed of a run. Raises Refused with what stands against it, found without the network."""
+def check_run(folder: Path, hub: HubSection, make_anew: MakeAnew | None = None) -> list[HubFile]:
+    """Return what is pushed of a run. Raises Refused with what stands against it, found without the network.
+
+    `make_anew` returns files that take the place of those of their names in the adapter folder.
+    """
     from huggingface_hub import get_token
 
     problems = []
@@ -96,18 +102,26 @@ def check_run(folder: Path, hub: HubSection) -> list[HubFile]:
         fix = "Name a run folder, such as runs/tiny_qlora; checkpoints are never pushed"
         problems.append(Problem(f"no {SUMMARY} there", fix, str(folder)))
     elif summary.get("status") != "completed":
-        problems.append(Problem(f"the run is {summary.get('status')}, and left no adapter", where=str(folder)))
+        problems.append(Problem(explain_unfinished(folder, summary), where=str(folder)))
     if problems:
         raise Refused(problems)
     assert summary is not None
     check_base_named(folder, read_run_recipe(folder)[1], summary.get("model_revision"))
-    files = list_files(folder)
+    made = {} if make_anew is None else {file.name: file for file in make_anew(folder)}
+    files = sorted(({file.name: file for file in list_files(folder)} | made).values(), key=lambda file: file.name)
     if leaks := find_leaks(files, folder, get_token()):
         raise Refused(leaks)
     return files
 
 
-def publish_by_hand(run_dir: str, repo: str | None, private: bool, revision: str | None, dry_run: bool) -> None:
+def publish_by_hand(  # noqa: PLR0913, PLR0917 - one for each option
+    run_dir: str,
+    repo: str | None,
+    private: bool,
+    revision: str | None,
+    dry_run: bool,
+    make_anew: MakeAnew | None = None,
+) -> None:
     """Publish the finished run in a folder as the command line says, and its recipe where that says nothing.
 
     Raises Refused and NotPublished, as `publish_run` does.
@@ -123,7 +137,7 @@ def publish_by_hand(run_dir: str, repo: str | None, private: bool, revision: str
     if same:
         given["private"] = private or bool(said.get("private"))
         given["revision"] = revision or said.get("revision")
-    publish_run(folder, HubSection(**given), dry_run)
+    publish_run(folder, HubSection(**given), dry_run, make_anew)
 
 
 def _note_failure(folder: Path, hub: HubSection, failure: Failure) -> str:

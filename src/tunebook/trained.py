@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunebook.errors import Problem, Refused
 from tunebook.exported import exported_folder
 from tunebook.finished import Finished
+from tunebook.past_base import check_base
 from tunebook.world import World, world_of
 
 
@@ -26,6 +28,8 @@ def load_trained(finished: Finished, world: World | None = None) -> Trained:
     Of a checkpoint, what the run would have left had it ended there. It is on this process's own device of `world`, by
     default that of a single process.
     """
+    if finished.recipe.lora is not None:
+        check_base(finished)
     with exported_folder(finished) as folder:
         return _load(finished, folder, world or _world(finished))
 
@@ -46,6 +50,7 @@ def before_training(trained: Trained, finished: Finished, world: World | None = 
         with quiet_libraries(), trained.model.disable_adapter():
             yield trained.model
     else:
+        check_base(finished)
         with quiet_libraries():
             base = load_base(finished.recipe, finished.plan, world or _world(finished))
         yield base.eval()
@@ -72,8 +77,21 @@ def _load(finished: Finished, folder: Path, world: World) -> Trained:
                 make_room(base, tokenizer)
                 # What is seen of them with the adapter switched off is what the run began with.
                 start_rows(base, tokenizer.convert_tokens_to_ids(tokens))
-            model = PeftModel.from_pretrained(base, folder)
+            with fitting(folder):
+                model = PeftModel.from_pretrained(base, folder)
     return Trained(model.eval(), tokenizer, prompts)
+
+
+@contextmanager
+def fitting(adapter: Path) -> Iterator[None]:
+    """Turn what peft raises where an adapter and its base do not fit into a refusal of one line."""
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError) as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        reason = " ".join(str(error).split())[:160].rstrip(".")
+        raise Refused(Problem(f"does not fit the base: {reason}", "See --base", str(adapter))) from error
 
 
 def _load_prompts(finished: Finished, folder: Path) -> tuple[Any, Any]:

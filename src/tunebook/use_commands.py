@@ -12,6 +12,9 @@ from tunebook.errors import EXIT_FAILED
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 commands = typer.Typer()
+BaseOption = Annotated[
+    str | None, typer.Option("--base", metavar="PLACE", help="Where the folder of its base is now, if elsewhere.")
+]
 RunArgument = Annotated[str, typer.Argument(help="The run folder, for example runs/tiny_qlora.")]
 
 
@@ -41,6 +44,7 @@ def drop_output() -> None:
 def chat(
     run: RunArgument,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The longest answer.")] = 512,
+    base: BaseOption = None,
 ) -> None:
     """Answer the lines of standard input."""
     from tunebook.chat import chat as talk
@@ -50,7 +54,7 @@ def chat(
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(encoding="utf-8", errors="replace")
     with _ending_quietly():
-        talk(run, max_new_tokens=max_new_tokens)
+        talk(run, max_new_tokens=max_new_tokens, base=base)
 
 
 @commands.command(help="Answer a file of prompts with the model of a finished run.")
@@ -68,6 +72,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     seed: Annotated[
         int | None, typer.Option("--seed", help="With --temperature: what is drawn; 0 if left out.")
     ] = None,
+    base: BaseOption = None,
 ) -> None:
     """Write the answers."""
     from tunebook.generate import Drawing, check_drawing
@@ -76,7 +81,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one for each option
     drawing = Drawing(batch_size, max_new_tokens, temperature, seed or 0)
     check_drawing(drawing, seed is not None)
     with _ending_quietly():
-        write(run, prompts, out, drawing)
+        write(run, prompts, out, drawing, base)
 
 
 @commands.command(name="eval", help="Measure a finished run, the model before and after it, on held-out or other rows.")
@@ -92,11 +97,12 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
     num_processes: Annotated[
         int, typer.Option("--num-processes", min=1, help="Share the rows among N processes; the figures are the same.")
     ] = 1,
+    base: BaseOption = None,
 ) -> None:
     """Print loss, perplexity, exact match and ROUGE-L."""
     from tunebook.evaluate import Evaluation, as_words, measure_as_rank, measure_here
 
-    wanted = Evaluation(data, before, out, answer_rows, max_new_tokens)
+    wanted = Evaluation(data, before, out, answer_rows, max_new_tokens, base)
     with _ending_quietly():
         if "RANK" in os.environ:
             measure_as_rank(run, wanted)

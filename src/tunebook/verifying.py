@@ -8,6 +8,7 @@ from typing import Any
 from tunebook.computing import computed_in
 from tunebook.errors import Refused
 from tunebook.finished import Finished
+from tunebook.past_base import lost_data
 
 MOST_PROMPTS = 4
 # The end of a longer prompt stands for it. Logits of 4 x (128 + 16) tokens of a vocabulary of 152k take 350 MB.
@@ -114,7 +115,7 @@ def _held_out_prompts(finished: Finished) -> list[list[int]]:
     from tunebook.data.tokenizer import tokenizer_of
 
     recipe = finished.recipe
-    if not recipe.data.validation:
+    if not recipe.data.validation or lost_data(finished):
         return []
     try:
         data = prepare_data(recipe, tokenizer_of(recipe))
