@@ -1,9 +1,10 @@
 """What can go wrong for a user, and the exit code each kind ends with."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from tunebook.secret_text import hide_tokens
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -41,12 +42,6 @@ def _shown_safely(text: str) -> str:
     """Return a text on one line, without control characters, and without the tokens that users paste into names."""
     text = hide_tokens(text)
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-def hide_tokens(text: str) -> str:
-    """Return a text without the Hub tokens and the passwords of addresses that users paste into names."""
-    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
-    return re.sub(r"\bhf_\w{6,}", "hf_***", text)
 
 
 class Refused(ValueError):

@@ -15,12 +15,13 @@ from tunebook.checkpoints import step_of
 from tunebook.errors import Problem, Refused
 from tunebook.exported import fill_from_checkpoint
 from tunebook.finished import Finished, open_finished
+from tunebook.hub_files import check_no_links
 from tunebook.licence import find_licence
 from tunebook.loss_picture import read_metrics
 from tunebook.plan_table import build_console, print_notes
 from tunebook.public_text import last_part
 from tunebook.run_folder import read_summary
-from tunebook.writing import explain_unwritten, folder_beside, put_in_place
+from tunebook.writing import explain_unwritten, find_fault_of_place, folder_beside, put_in_place
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def _target(finished: Finished, out: str | None) -> Path:
     if finished.checkpoint is not None:
         name += f"-checkpoint-{step_of(finished.checkpoint.folder)}"
     folder = Path(out).expanduser() if out else Path("exports") / name
+    if fault := find_fault_of_place(folder):
+        raise Refused(Problem(fault, "Name another folder by --out", str(folder)))
     place = folder.resolve()
     for above in (place, *place.parents):
         if read_summary(above) is not None:
@@ -136,6 +139,7 @@ def _target(finished: Finished, out: str | None) -> Path:
 def _fill(finished: Finished, folder: Path) -> tuple[str, ...]:
     notes: tuple[str, ...] = ()
     if finished.checkpoint is None:
+        check_no_links(finished.folder)
         # What was put there since, such as the notes of an upload, is not part of it; the card is made anew.
         left_out = shutil.ignore_patterns(".*", CARD, PICTURE)
         shutil.copytree(finished.adapter, folder, dirs_exist_ok=True, ignore=left_out, copy_function=shutil.copyfile)

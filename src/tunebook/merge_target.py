@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished
-from tunebook.writing import folder_to_fill
+from tunebook.writing import find_fault_of_place, folder_to_fill
 
 MERGED_TYPES = ("bfloat16", "float16", "float32")
 _QUANTISED = (
@@ -58,6 +58,8 @@ def _explain_type(dtype: str) -> Problem:
 def _explain_target(target: Path, finished: Finished) -> tuple[str, str] | None:
     """Return what stands in the way of a merged model at `target`, and what to do."""
     fix = "Name a new folder, such as --out merged"
+    if fault := find_fault_of_place(target):
+        return fault, fix
     place, run = target.resolve(), finished.folder.resolve()
     adapters = [folder for folder in (place, *place.parents) if (folder / "adapter_config.json").exists()]
     if adapters:
@@ -79,8 +81,16 @@ def check_room(target: Path, num_bytes: int) -> None:
     """Raise Refused where the disk has no room for `num_bytes`."""
     free = shutil.disk_usage(next(parent for parent in target.resolve().parents if parent.exists())).free
     if free < num_bytes:
-        needed = f"{num_bytes / 2**30:,.2f} GiB are needed there while it is made, and {free / 2**30:,.2f} are free"
+        needed = f"{render_bytes(num_bytes)} are needed there while it is made, and {render_bytes(free)} are free"
         raise Refused(Problem(needed, "Make room, or use --out on another disk", str(target)))
+
+
+def render_bytes(number: int) -> str:
+    """Return an amount in the largest unit of which there is one."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 2**power:
+            return f"{number / 2**power:,.2f} {unit}"
+    return f"{number} bytes"
 
 
 @contextmanager

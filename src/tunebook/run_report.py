@@ -10,7 +10,7 @@ from tunebook.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, build_cur
 from tunebook.errors import Problem, Refused
 from tunebook.past_runs import PastRun, read_past_runs
 from tunebook.run_facts import collect_facts, collect_samples, collect_shares, compare_recipes, memory_unit
-from tunebook.writing import write_whole
+from tunebook.writing import find_fault_of_place, write_whole
 
 PAGES = Path(__file__).parent / "pages"
 # By this a page of ours is known, which may be written over.
@@ -49,6 +49,8 @@ def write_report(run_dirs: Sequence[str], out: str) -> Path:
 def check_place(place: Path) -> None:
     """Raise Refused if what stands at a place is no report."""
     fix = "Name another place by --out FILE.html"
+    if fault := find_fault_of_place(place):
+        raise Refused(Problem(fault, fix, str(place)))
     if place.is_dir():
         raise Refused(Problem("is a folder, and the report is one file", fix, str(place)))
     if not place.exists():
