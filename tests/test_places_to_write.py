@@ -39,6 +39,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 BAD = {
     "system/output": "the system's own",
     "system/new": "the system's own",
@@ -68,7 +72,7 @@ def test_every_command_refuses_a_place_that_is_none(here, out, reason):
         write_whole(Path(out), "new")
     with pytest.raises(OSError, match=reason), folder_to_fill(Path(out)):
         pass
-    assert (here / "kept" / "file").read_text() == "old" and os.listdir(here / "system") == ["output"]
+    assert (here / "kept" / "file").read_text() == "old" and names_in(here / "system") == ["output"]
 
 
 def test_names_of_the_system_are_known_and_shared_memory_is_an_ordinary_folder(tmp_path):
@@ -86,7 +90,7 @@ def test_names_of_the_system_are_known_and_shared_memory_is_an_ordinary_folder(t
 def test_what_a_link_leads_to_is_written_and_the_link_stays(here, link, target):
     write_out(check_out(link, here / "run"), "new")
     assert (here / link).is_symlink() and (here / "kept" / target).read_text() == "new"
-    assert set(os.listdir(here / "kept")) == {"file", target}
+    assert set(names_in(here / "kept")) == {"file", target}
     (here / "kept" / target).unlink()
     with folder_to_fill(here / link) as folder:
         (folder / "weights").write_text("whole")
@@ -103,5 +107,5 @@ def test_the_folder_one_stands_in_is_filled_and_stays_the_same(tmp_path, monkeyp
     with fill(Path(name)) as folder:
         (folder / "weights").write_text("whole")
         (folder / "inner").mkdir()
-    assert place.stat().st_ino == number and sorted(os.listdir(".")) == ["inner", "weights"]
-    assert os.listdir(tmp_path) == ["standing"]
+    assert place.stat().st_ino == number and names_in(Path()) == ["inner", "weights"]
+    assert names_in(tmp_path) == ["standing"]

@@ -26,6 +26,7 @@ _QUANTISED = (
     "gptq",
     "awq",
 )
+NEW_FOLDER = "Name a new folder, such as --out merged"
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
@@ -38,7 +39,8 @@ def find_merge_problems(finished: Finished, target: Path, dtype: str | None) -> 
         fix = f"Use {finished.source}, which is the whole model"
         message = "nothing to merge: this run trained all weights, and has no adapter"
         problems.append(Problem(message, fix, str(finished.folder)))
-    problem = _explain_target(target, finished)
+    fault = find_fault_of_place(target)
+    problem = (fault, NEW_FOLDER) if fault else _explain_target(target, finished)
     return problems if problem is None else [*problems, Problem(*problem, str(target))]
 
 
@@ -57,9 +59,7 @@ def _explain_type(dtype: str) -> Problem:
 
 def _explain_target(target: Path, finished: Finished) -> tuple[str, str] | None:
     """Return what stands in the way of a merged model at `target`, and what to do."""
-    fix = "Name a new folder, such as --out merged"
-    if fault := find_fault_of_place(target):
-        return fault, fix
+    fix = NEW_FOLDER
     place, run = target.resolve(), finished.folder.resolve()
     adapters = [folder for folder in (place, *place.parents) if (folder / "adapter_config.json").exists()]
     if adapters:

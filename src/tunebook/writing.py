@@ -4,13 +4,13 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Names here stand for devices and for what the system tells: a file put in their place is one for the whole machine.
 SYSTEM_FOLDERS = ("/dev", "/proc", "/sys")
-SHARED_MEMORY = "/dev/shm"  # an ordinary folder there
+SHARED_MEMORY = Path("/dev/shm")  # an ordinary folder there
 LONGEST_NAME = 255  # bytes, on every file system of Linux that matters
 # What stands around a name while it is written: `.NAME.deleting`.
 NUM_AROUND = 10
@@ -21,19 +21,24 @@ def find_fault_of_place(path: Path) -> str:
     """Return why neither a file nor a folder may be written under a name, links followed; "" where it may."""
     if str(path) == "-":
         return "would be a file of that name; standard output is not written to"
-    written = os.path.abspath(path)
-    if any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(written).parts):
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts):
         return "has a name that is too long"
     steps = _follow_links(path)
-    if steps is None:
+    if len(steps) > MOST_LINKS:
         return "is a link that leads in a circle"
-    if len(os.fsencode(os.path.basename(steps[-1]))) > LONGEST_NAME - NUM_AROUND:
+    if len(os.fsencode(steps[-1].name)) > LONGEST_NAME - NUM_AROUND:
         return "has a name that is too long"
+    return _find_fault_at(path, steps)
+
+
+def _find_fault_at(path: Path, steps: Sequence[Path]) -> str:
+    """Return what is wrong with what stands under a name, or where its links lead."""
+    written = Path(os.path.normpath(path.absolute()))
     if system := next((one for one in (written, *steps) if _is_of_system(one)), None):
-        folder = "/".join(system.split("/")[:2])
-        return f"{'lies in' if system == written else 'leads into'} {folder}, which is the system's own"
+        way = "lies in" if system == written else "leads into"
+        return f"{way} /{system.parts[1]}, which is the system's own"
     try:
-        mode = os.stat(path).st_mode
+        mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
@@ -41,27 +46,24 @@ def find_fault_of_place(path: Path) -> str:
     return "" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is no regular file"
 
 
-def _follow_links(path: Path) -> list[str] | None:
-    """Return where a name is, then where the link there leads, and so on; None where that has no end."""
+def _follow_links(path: Path) -> list[Path]:
+    """Return where a name is, then where the link there leads, and so on; one more than MOST_LINKS where none ends."""
     steps = [_place_of(path)]
-    while os.path.islink(steps[-1]):
-        if len(steps) > MOST_LINKS:
-            return None
-        here = Path(steps[-1])
-        steps.append(_place_of(here.parent / os.readlink(here)))
+    while steps[-1].is_symlink() and len(steps) <= MOST_LINKS:
+        steps.append(_place_of(steps[-1].parent / steps[-1].readlink()))
     return steps
 
 
-def _place_of(path: Path) -> str:
+def _place_of(path: Path) -> Path:
     """Return the place of a name without links in the folders above it; where it leads itself is not followed."""
-    if path.name in ("", ".", ".."):
-        return os.path.realpath(path)
-    return os.path.join(os.path.realpath(path.parent), path.name)
+    # Path.resolve raises where links lead in a circle.
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent)) / path.name
 
 
-def _is_of_system(place: str) -> bool:
-    inside = any(place == folder or place.startswith(f"{folder}/") for folder in SYSTEM_FOLDERS)
-    return inside and not place.startswith(f"{SHARED_MEMORY}/")
+def _is_of_system(place: Path) -> bool:
+    return any(place.is_relative_to(folder) for folder in SYSTEM_FOLDERS) and SHARED_MEMORY not in place.parents
 
 
 def _behind_links(path: Path) -> Path:
