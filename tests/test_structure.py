@@ -190,6 +190,7 @@ ORDER = [
     "group_trial",
     "doctor",
     "cli",
+    "start",
 ]
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "bitsandbytes", "numpy", "pyarrow"}
 
