@@ -7,6 +7,7 @@ import pytest
 
 from past_run_folders import step, write_run
 from tiny_training import build_recipe
+from tunebook.cli import main
 from tunebook.errors import Refused
 from tunebook.finished import Finished
 from tunebook.merge_target import find_merge_problems, new_folder
@@ -109,3 +110,29 @@ def test_the_folder_one_stands_in_is_filled_and_stays_the_same(tmp_path, monkeyp
         (folder / "inner").mkdir()
     assert place.stat().st_ino == number and names_in(Path()) == ["inner", "weights"]
     assert names_in(tmp_path) == ["standing"]
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", LONG),
+        ("chat", LONG),
+        ("push", LONG, "--repo", "me/x"),
+        ("repro", LONG),
+        ("report", LONG),
+        ("merge", f"{LONG}/y", "--out", "merged"),
+        ("generate", f"runs/{LONG}", "--prompts", "x.txt", "--out", "x"),
+        ("launch", f"{LONG}.yaml"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_read_may_not_have_such_a_name_either(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tunebook", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("refused: ")
+    assert names_in(tmp_path) == []

@@ -1,5 +1,6 @@
 """What can go wrong for a user, and the exit code each kind ends with."""
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,7 @@ PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken
 PEER_ENDED = "another process of the group ended; the launcher names the one that did so first"
 # torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
 LAUNCHER_NOTICES_SECONDS = 0.5
+LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,15 @@ class Refused(ValueError):
         if len(lines) == 1:
             return f"refused: {lines[0]}"
         return "\n".join([f"refused: {len(lines)} problems", *(f"  {line}" for line in lines)])
+
+
+def refuse_name(error: OSError) -> Refused:
+    """Return the refusal of a name, given for whatever is read, that the system takes for none; raise other errors."""
+    if error.errno != errno.ENAMETOOLONG:
+        raise error
+    name = str(error.filename)
+    shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
+    return Refused(Problem(f"{shown} is too long for a name", "Correct the name"))
 
 
 class TrainingFailed(RuntimeError):
