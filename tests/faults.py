@@ -147,14 +147,14 @@ def signal_in_held_out_rows() -> None:
     """Get FAULT_SIGNAL at the first held-out row that the loop written by hand measures."""
     import train_ddp
 
-    predict, told = train_ddp.Loop.predict, []
+    sum_losses, told = train_ddp.Loop.sum_losses, []
 
-    def predicted(loop, model, micro_batch):
+    def summed(loop, model, micro_batch):
         if not model.training and is_here() and not told:
             told.append(send_own_signal())
-        return predict(loop, model, micro_batch)
+        return sum_losses(loop, model, micro_batch)
 
-    train_ddp.Loop.predict = predicted
+    train_ddp.Loop.sum_losses = summed
 
 
 def signal_in_last_answers() -> None:

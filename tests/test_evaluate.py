@@ -125,6 +125,21 @@ def test_what_cannot_be_measured_is_refused(place, tmp_path):
         evaluate(str(tmp_path), Evaluation(), World())
 
 
+def test_other_rows_never_point_at_the_recipe_of_the_run(place, tmp_path):
+    """It is the one file there that must not be edited, and the command has no option for its limits."""
+    rows = tmp_path / "rows.jsonl"
+    for text, message in (
+        ('{"instruction": "a", "output": "b"}\n{"instruction": "a"}\n', "1 of 2 rows can't be used"),
+        (json.dumps({"instruction": "word " * 300, "output": "b"}) + "\n", "max_length 256"),
+    ):
+        rows.write_text(text)
+        with pytest.raises(Refused) as refused:
+            measure(data=str(rows))
+        said = refused.value.render()
+        assert "--data: " in said and message in said and "or take them out" in said
+        assert "recipe.yaml" not in said and "data.max" not in said
+
+
 def test_rows_that_are_not_those_of_the_run_are_refused(tmp_path, monkeypatch):
     folder = shutil.copytree(finished_place(), tmp_path / "place")
     monkeypatch.setenv("TUNEBOOK_CACHE", str(folder / "cache"))

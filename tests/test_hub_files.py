@@ -178,3 +178,15 @@ def test_what_others_say_is_told_without_tokens_and_signatures(monkeypatch):
     said = "no\n https://me:secret@storage.example/x?signature=1 not-in-the-usual-form hf_abcdefgh " + "x" * 300
     told = cleaned(said)
     assert told.startswith("no https://storage.example/x *** hf_*** xxx") and len(told) == 200
+
+
+def test_links_are_refused_by_name_and_not_followed(run, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x.txt").write_text("mine")
+    (run / "adapter" / "passwd.txt").symlink_to("/etc/passwd")
+    (run / "adapter" / "inner").symlink_to(tmp_path / "outside")
+    (run / "adapter" / ".hidden").symlink_to("/etc/passwd")
+    (run / "loss.png").symlink_to("/etc/passwd")
+    said = refusal(run)
+    assert "3 problems" in said and "is a link" in said
+    assert all(name in said for name in ("adapter/passwd.txt", "adapter/inner", "loss.png"))

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,22 @@ def test_a_disk_without_room_is_refused(tmp_path):
     check_room(tmp_path / "new" / "below", 1000)
     with pytest.raises(Refused, match="GiB are needed"):
         check_room(tmp_path / "new" / "below", 2**60)
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0 bytes"),
+        (900, "900 bytes"),
+        (3 * 2**19, "1.50 MiB"),
+        (2**20 - 1, "1,024.00 KiB"),
+        (5 * 2**31, "10.00 GiB"),
+    ],
+)
+def test_what_is_needed_is_said_in_a_unit_that_shows_it(tmp_path, monkeypatch, number, shown):
+    monkeypatch.setattr("tunebook.merge_target.shutil.disk_usage", lambda place: SimpleNamespace(free=number))
+    with pytest.raises(Refused, match=f"2,048.00 GiB are needed there while it is made, and {shown} are free"):
+        check_room(tmp_path / "new", 2**41)
 
 
 def test_after_an_error_nothing_is_left_of_the_folder_or_its_parents(tmp_path):

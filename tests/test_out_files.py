@@ -27,7 +27,7 @@ def run(tmp_path):
         ("runs/mine/run_summary.json", "the run's own"),
         ("runs/mine/adapter/README.md", "the run's own"),
         ("runs/mine/other.yaml", "the run's own"),
-        ("/dev/null", "no regular file"),
+        ("/dev/null", "the system's own"),
     ],
 )
 def test_a_bad_place_is_refused(run, tmp_path, monkeypatch, out, reason):

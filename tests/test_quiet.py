@@ -5,6 +5,7 @@ import logging
 import pytest
 
 import tunebook.data  # noqa: F401  as every command that reads a model or data does
+from tunebook.quiet import hub_asked
 
 REQUESTS = logging.getLogger("huggingface_hub.utils._http")
 [HANDLER] = [one for one in REQUESTS.handlers if type(one).__name__ == "OneWordOnTheHub"]
@@ -37,6 +38,18 @@ def test_what_else_it_says_is_said(capsys):
     assert capsys.readouterr().err.splitlines()[1:] == [
         "the Hub: Rate limited. Waiting 200.0s before retry [Retry 1/5].",
         "the Hub: this endpoint is old",
+    ]
+
+
+def test_what_the_hub_is_asked_for_and_for_how_long_is_said_there_alone(capsys):
+    fail_often()
+    with hub_asked("for the licence of org/m", "10 seconds"):
+        fail_often()
+    fail_often()
+    why = "'[Errno -3] no name'"
+    assert capsys.readouterr().err.splitlines() == [
+        f"the Hub: it does not answer ({why}); trying again, for a minute at most",
+        f"the Hub, asked for the licence of org/m: it does not answer ({why}); trying again, for 10 seconds at most",
     ]
 
 

@@ -11,6 +11,7 @@ import pytest
 from past_run_folders import held_out, step, write_run
 from tunebook.charts import MAX_POINTS, build_curves, build_histogram, nice_ticks, thin, tick_texts
 from tunebook.errors import Refused
+from tunebook.loss_picture import draw_losses, find_ticks
 from tunebook.past_runs import read_past_runs
 from tunebook.run_report import render_report, write_report
 
@@ -110,10 +111,14 @@ def test_a_run_that_says_running_is_broken_off_unless_someone_holds_its_folder(t
         assert read_past_runs([str(folder)])[0].status == "running"
 
 
-def test_runs_of_equal_names_are_told_apart_and_one_given_twice_is_one(tmp_path):
+def test_runs_of_equal_names_are_told_apart_and_one_given_twice_is_one(tmp_path, monkeypatch):
     folders = [write_run(tmp_path / name / "tiny", [step(1)]) for name in ("a", "b")]
     runs = read_past_runs([*map(str, folders), str(folders[0] / ".")])
-    assert [run.name for run in runs] == ["a/tiny", "b/tiny"]
+    assert [run.name for run in runs] == ["tiny (1)", "tiny (2)"], "the folders above are this machine's"
+    monkeypatch.chdir(tmp_path)
+    assert [run.name for run in read_past_runs(["a/tiny", str(folders[1])])] == ["a/tiny", "b/tiny"]
+    monkeypatch.chdir(folders[0])
+    assert [run.name for run in read_past_runs([".", "../../b/tiny"])] == ["tiny (1)", "tiny (2)"]
 
 
 def test_only_keys_that_differ_are_compared_and_a_recipe_nobody_can_read_is_said(tmp_path):
@@ -199,3 +204,105 @@ def test_bars_count_rows_by_length():
     assert [bar[-1] for bar in chart.bars] == [
         "80 to 99 tokens: 1 row", "100 to 119 tokens: 0 rows", "120 to 139 tokens: 3 rows",
     ]  # fmt: skip
+
+
+# D1: what differs by rounding alone, or by less than an axis can show.
+NEAR = [
+    (4.1033, 4.103300000000001),
+    (1.0, 1.0000000000000002),
+    (3e9, 3e9 + 1e-6),
+    (0.0, 5e-324),
+    (-5e-324, 5e-324),
+    (1e-310, 3e-310),
+    (1e299, 1e299 * (1 + 1e-15)),
+    (-2.0, -2.0000000000000004),
+    (-9e299, 9e299),
+]
+
+
+@pytest.mark.parametrize(("low", "high"), NEAR)
+def test_numbers_that_hardly_differ_are_drawn(low, high):
+    for scale in (1.0, 0.01, 2.0**30):
+        chart = build_curves("Held-out loss", [(0, "one", [(0, low)]), (1, "two", [(0, high)])], "", scale)
+        texts = [tick.text for tick in chart.y_ticks]
+        assert len(set(texts)) == len(texts) >= 2, texts
+        assert all(10 <= dot.y <= 200 for curve in chart.curves for dot in curve.dots)
+    assert find_ticks(low, high)[0] < find_ticks(low, high)[-1]
+
+
+def test_the_picture_of_a_card_is_drawn_of_numbers_that_hardly_differ():
+    for low, high in NEAR:
+        assert draw_losses([{"step": 1, "loss": low, "eval_loss": high}])
+
+
+# C1
+def test_no_place_of_this_machine_and_no_token_is_on_the_page(tmp_path):
+    secret, token = tmp_path / "alice" / "secret-project", "hf_abcdefghijklmnopqrstuvwxyz"
+    recipe = {
+        "model": {"name_or_path": f"{secret}/base"},
+        "data": {"sources": [{"path": f"{secret}/rows.jsonl"}, {"path": f"file://{secret}/more.jsonl"}]},
+        "training": {"run_name": f"as {secret}/x says, {token}"},
+    }
+    values = {
+        "model": f"{secret}/base",
+        "error": f"cannot read '{secret}/my rows.jsonl': see {secret}/log.txt:3 and https://me:pass@host/x, {token}",
+        "hardware": f"{secret}/gpu",
+        "versions": {"tunebook": f"0.1 of file://{secret}/tunebook"},
+    }
+    folders = [write_run(secret / name / "tiny", [step(1)], "failed", json.dumps(recipe), **values) for name in "ab"]
+    text = render_report(read_past_runs([str(folder) for folder in folders]))
+    for word in ("secret-project", "alice", str(tmp_path), token, "me:pass"):
+        assert word not in text, word
+    for word in ("base", "rows.jsonl", "more.jsonl", "my rows.jsonl", "log.txt:3", "hf_***", "tiny (1)"):
+        assert word in text, word
+
+
+# D6
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e300", "-1e300", "1" + "0" * 400, "-1", "0.5"])
+def test_numbers_that_no_run_has_are_no_reason_to_stop(tmp_path, number):
+    names = (
+        *("wall_seconds", "peak_memory_bytes", "tokens_per_second", "final_loss", "learning_rate", "seed"),
+        *("eval_token_accuracy", "trained_tokens", "processed_tokens", "padded_tokens", "num_optimizer_steps"),
+        *("num_train_rows", "num_quarantined_rows", "global_batch_size", "world_size"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    )
+    folder = write_run(tmp_path / "odd", [step(1)])
+    summary = ", ".join(f'"{name}": {number}' for name in names)
+    (folder / "run_summary.json").write_text(f'{{"status": "completed", {summary}}}')
+    (folder / "plan.json").write_text(f'{{"num_optimizer_steps": {number}}}')
+    measured = ", ".join(f'"{key}": {number}' for key in ("loss", "eval_loss", "memory_bytes", "grad_norm"))
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2.0}}\n{{"step": {number}, {measured}}}\n')
+    for lengths in (f'"start": {number}, "width": 1, "counts": [1]', f'"start": 0, "width": {number}, "counts": [2]'):
+        for counts in (f"[{number}, 1]", "[1]"):
+            changed = lengths.replace("[1]", counts)
+            (folder / "rows.json").write_text(f'{{"lengths": {{{changed}}}, "tokens": {number}, "trained_tokens": 1}}')
+            page = page_of(folder)
+            assert page.points["Loss", 0] >= 1
+            assert not any("nan" in value for _, given in page.elements for value in given.values() if value)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["a: &a {x: *a}", "a: &a [*a]", "[" * 500, "d: 2024-99-99", "? [1]\n: 2", "a: {? [1] : 2}", "? {a: 1}\n: 2"],
+)
+def test_recipes_and_lines_that_hold_themselves_or_too_much_are_left_out(tmp_path, recipe):
+    folder = write_run(tmp_path / "odd", [step(1)], recipe=recipe)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n" + '{"step": ' + "[" * 100_000 + "\n")
+    for name in ("rows.json", "plan.json"):
+        (folder / name).write_text("[" * 100_000)
+    assert page_of(folder).points["Loss", 0] == 1
+    (folder / "run_summary.json").write_text("[" * 100_000)
+    with pytest.raises(Refused, match="no run_summary"):
+        read_past_runs([str(folder)])
+
+
+def test_characters_that_turn_or_hide_a_text_are_seen_and_those_that_scripts_need_stay(tmp_path):
+    told = "a\u202eb\u2066c\u200bd\u2028e\x85f\ufeff"
+    kept = "\u05e9\u05dc\u05d5\u05dd \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f468\u200d\U0001f469"
+    sample = {"prompt": told, "answer": kept, "before": told, "after": told}
+    folder = write_run(tmp_path / "run", [step(1)], rows={"samples": [sample]}, error=told)
+    (folder / "recipe.yaml").write_text(json.dumps({"model": {"name": told}}))
+    text = render_report(read_past_runs([str(folder)]))
+    assert text.count("a[U+202E]b[U+2066]c[U+200B]d[U+2028]e[U+0085]f[U+FEFF]") == 5 and kept in text
+    assert not set(told) & set(text) - set("abcdef")

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "src" / "tunebook"
 
 # From the ground up. A module may import what stands before it, and its own package's modules as listed.
 ORDER = [
+    "secret_text",
     "errors",
     "quiet",
     "hardware",
@@ -192,6 +193,7 @@ ORDER = [
     "group_trial",
     "doctor",
     "cli",
+    "start",
 ]
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "bitsandbytes", "numpy", "pyarrow"}
 

@@ -24,10 +24,10 @@ from tunebook.card_text import (
     source_rows,
     whole_batch,
 )
-from tunebook.errors import hide_tokens
 from tunebook.licence import Licence
 from tunebook.public_text import cell, shown_value
 from tunebook.recipe.schema import Recipe
+from tunebook.secret_text import hide_tokens
 
 PICTURE = "loss.png"
 

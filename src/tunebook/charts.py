@@ -9,6 +9,9 @@ WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 24, 10, 30
 # A chart is hardly wider than this many pixels; of more points the extremes of each stretch are kept.
 MAX_POINTS = 400
+# Numbers that are nearer to each other, by their size, are one on an axis: their difference is what rounding left.
+SAME = 1e-6
+SMALLEST = 1e-300
 # Up to here every point is seen; beyond, the line alone.
 MAX_DOTS = 60
 
@@ -120,8 +123,9 @@ def is_drawable(value: float) -> bool:
 
 def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
     """Return up to `most` + 2 round numbers, evenly apart, from at or below `low` to at or above `high`."""
-    if not high > low:
-        room = abs(low) * 0.1 or 1.0
+    size_of_both = max(abs(low), abs(high))
+    if not high - low > max(0 if whole else size_of_both * SAME, SMALLEST):
+        room = size_of_both * 0.1 if size_of_both > SMALLEST else 1.0
         low, high = low - (0 if low == 0 else room), high + room
     rough = (high - low) / most
     size = 10.0 ** math.floor(math.log10(rough))

@@ -8,7 +8,7 @@ from typer.exceptions import TyperException
 
 from tunebook import __version__, repro_command
 from tunebook.command_line import read_command
-from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Problem, Refused
+from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Problem, Refused, refuse_name
 from tunebook.launch_files import Kind, check_job, gpus_of_each, render_launch_file
 from tunebook.planning import plan_without_data, prepare_ahead
 from tunebook.recipe.reading import load_recipe, placed_in
@@ -183,6 +183,9 @@ def main() -> None:
     except NotPublished as unpublished:
         print(unpublished, file=sys.stderr)
         code = EXIT_UNPUBLISHED
+    except OSError as error:
+        print(refuse_name(error), file=sys.stderr)
+        code = EXIT_REFUSED
     except TyperException as error:
         if error.format_message():  # none where the help was the answer
             problem = Problem(error.format_message().rstrip("."), "tunebook --help", "command line")

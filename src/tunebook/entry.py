@@ -1,5 +1,6 @@
 """What stands around the story of a rank: its command line, and the exit code and the one message it ends with."""
 
+import errno
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from tunebook.errors import (
     Refused,
     TrainingFailed,
     is_peer_gone,
+    refuse_name,
 )
 from tunebook.refusal import exit_refused
 from tunebook.signals import wait_for_signal, watch_signals
@@ -50,6 +52,8 @@ def run_rank(story: Callable[[Command], None]) -> None:
             print(interrupted, file=sys.stderr, flush=True)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            exit_refused(refuse_name(error))
         if is_peer_gone(error):  # before training began
             time.sleep(LAUNCHER_NOTICES_SECONDS)
             say_failed(TrainingFailed(PEER_ENDED, befell="another rank"), int(os.environ.get("RANK", "0")))

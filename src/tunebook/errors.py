@@ -1,9 +1,11 @@
 """What can go wrong for a user, and the exit code each kind ends with."""
 
-import re
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from tunebook.secret_text import hide_tokens
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -16,6 +18,7 @@ PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken
 PEER_ENDED = "another process of the group ended; the launcher names the one that did so first"
 # torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
 LAUNCHER_NOTICES_SECONDS = 0.5
+LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,6 @@ def _shown_safely(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def hide_tokens(text: str) -> str:
-    """Return a text without the Hub tokens and the passwords of addresses that users paste into names."""
-    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
-    return re.sub(r"\bhf_\w{6,}", "hf_***", text)
-
-
 class Refused(ValueError):
     """The recipe, the data or the launch is refused before any weights load; nothing was written.
 
@@ -66,6 +63,15 @@ class Refused(ValueError):
         if len(lines) == 1:
             return f"refused: {lines[0]}"
         return "\n".join([f"refused: {len(lines)} problems", *(f"  {line}" for line in lines)])
+
+
+def refuse_name(error: OSError) -> Refused:
+    """Return the refusal of a name, given for whatever is read, that the system takes for none; raise other errors."""
+    if error.errno != errno.ENAMETOOLONG:
+        raise error
+    name = str(error.filename)
+    shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
+    return Refused(Problem(f"{shown} is too long for a name", "Correct the name"))
 
 
 class TrainingFailed(RuntimeError):

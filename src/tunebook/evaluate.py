@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 
 HELD_OUT = "its held-out rows"
+# What can be done about other rows, where a recipe's author would have more choice.
+FIXES_OF_ROWS = {
+    "data.max_bad_fraction": "Mend the rows, or take them out",
+    "data.max_length": "Shorten the rows, or take them out",
+    "data.max_truncated_fraction": "Shorten the rows, or take them out",
+    "data.template": "Name rows that the run's template shows",
+    "data.validation": "Name a file with rows",
+}
 MOST_NATS = 700  # whose exp is still a number
 
 
@@ -163,9 +171,12 @@ def _prepare_other(recipe: Recipe, path: str, tokenizer: Any) -> "PreparedData":
 
 
 def _of_option(problem: Problem) -> Problem:
-    """Name the option where a problem names the recipe's key for the place of the rows."""
-    is_place = problem.key.startswith(("data.path", "data.format", "data.columns"))
-    return replace(problem, key="", where=problem.where or "--data") if is_place else problem
+    """Name the option where a problem names the recipe's key: the recipe of a finished run stays as it is."""
+    if not problem.key.startswith("data."):
+        return problem
+    section = ".".join(problem.key.split(".")[:2])
+    fix = FIXES_OF_ROWS.get(section, problem.fix)
+    return replace(problem, key="", where=problem.where or "--data", fix=fix)
 
 
 def find_examples(prepared: Any, tokenizer: Any, stop_token_id: int, most: int | None) -> tuple["HeldOutExample", ...]:

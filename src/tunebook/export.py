@@ -15,13 +15,14 @@ from tunebook.checkpoints import step_of
 from tunebook.errors import Problem, Refused
 from tunebook.exported import fill_from_checkpoint
 from tunebook.finished import Finished, explain_taken, open_finished
+from tunebook.hub_files import check_no_links
 from tunebook.licence import Licence, find_licence
 from tunebook.loss_picture import read_metrics
 from tunebook.past_base import base_stops, check_base, has_its_base
 from tunebook.plan_table import build_console, print_notes
 from tunebook.public_text import last_part
 from tunebook.recipe.schema import Recipe
-from tunebook.writing import explain_unwritten, folder_beside, put_in_place
+from tunebook.writing import explain_unwritten, find_fault_of_place, folder_beside, put_in_place
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def _target(finished: Finished, out: str | None) -> Path:
     if finished.checkpoint is not None:
         name += f"-checkpoint-{step_of(finished.checkpoint.folder)}"
     folder = Path(out).expanduser() if out else Path("exports") / name
+    if fault := find_fault_of_place(folder):
+        raise Refused(Problem(fault, "Name another folder by --out", str(folder)))
     place = folder.resolve()
     if reason := explain_taken(place, finished):
         raise Refused(Problem(reason, "Name a folder outside of it by --out", str(folder)))
@@ -155,6 +158,7 @@ def _target(finished: Finished, out: str | None) -> Path:
 def _fill(finished: Finished, folder: Path) -> tuple[str, ...]:
     notes: tuple[str, ...] = ()
     if finished.checkpoint is None:
+        check_no_links(finished.folder)
         # What was put there since, such as the notes of an upload, is not part of it; the card is made anew.
         left_out = shutil.ignore_patterns(".*", CARD, PICTURE)
         notes = _stop_note(finished)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from logging import CRITICAL
 from typing import Any, TypeVar
 
+from tunebook.secret_text import hide_tokens
+
 # From the first failure on, so long is tried again, unless something got through in between.
 TRYING_SECONDS = 60.0
 # So long the Hub may take for one answer; a commit of some files takes a few seconds.
@@ -269,9 +271,8 @@ def cleaned(said: str) -> str:
     """Return a message of somebody else on one line: short, without tokens and without signed addresses."""
     token = _token()
     text = said.replace(token, "***") if token else said
-    text = re.sub(r"\b(hf|api_org)_\w{6,}", r"\1_***", text)
     text = re.sub(r"(https?://)[^/\s@]+@", r"\1", re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", text))
-    text = " ".join(text.split())
+    text = " ".join(hide_tokens(text).split())
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

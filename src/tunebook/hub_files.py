@@ -1,5 +1,6 @@
 """What of a run goes to the Hub: the adapter folder and the recipe, and nothing of the machine or a secret."""
 
+import codecs
 import io
 import json
 import re
@@ -15,14 +16,11 @@ from ruamel.yaml.error import YAMLError
 
 from tunebook.errors import Problem, Refused
 from tunebook.places import is_local
+from tunebook.secret_text import OWNED_PATH, SECRETS
 
 # What an adapter folder, or that of a whole model, is made of. Anything else that lies there stays where it is.
 SUFFIXES = (".safetensors", ".json", ".jinja", ".md", ".png", ".svg", ".txt", ".model", ".tiktoken")
 BESIDE = ("README.md", "loss.png")  # taken from the run folder where the adapter folder has none
-SECRETS = re.compile(
-    rb"\bhf_[A-Za-z0-9]{16,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{32,}"
-    rb"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 # A value that is a path from the root, as JSON and YAML write it.
 ANY_PATH = re.compile(rb"""(?:["']|:\s|-\s)/[\w.-]+/[\w./-]+|\b[A-Z]:\\\\\w+""")
 LARGEST_TEXT = 2**26
@@ -58,6 +56,7 @@ def read_run_recipe(folder: Path) -> tuple[str, dict[str, Any]]:
 def list_files(folder: Path) -> list[HubFile]:
     """Return what is pushed of a run folder, by name. Raises Refused where it has no adapter and no model."""
     adapter = folder / "adapter"
+    check_no_links(folder)
     paths = [path for path in sorted(adapter.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
     shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(adapter).parts)]
     files = [HubFile(path.relative_to(adapter).as_posix(), path) for path in shown]
@@ -68,6 +67,20 @@ def list_files(folder: Path) -> list[HubFile]:
     stem, values = read_run_recipe(folder)
     files.append(HubFile(f"{stem}.yaml", render_public_recipe(values).encode()))
     return sorted(files, key=lambda file: file.name)
+
+
+def check_no_links(folder: Path) -> None:
+    """Raise Refused where links stand among what a run folder gives to others: they may lead to anything."""
+    adapter = folder / "adapter"
+    found = [
+        path
+        for path in sorted(adapter.rglob("*"))
+        if path.is_symlink() and not any(part.startswith(".") for part in path.relative_to(adapter).parts)
+    ]
+    found += [folder / name for name in BESIDE if (folder / name).is_symlink()]
+    if found:
+        fix = "Put the file itself there, or take it out"
+        raise Refused([Problem("is a link, which is not followed", fix, str(path)) for path in found])
 
 
 def render_public_recipe(values: dict[str, Any]) -> str:
@@ -101,8 +114,10 @@ def find_leaks(files: list[HubFile], folder: Path, token: str | None) -> list[Pr
         kinds: list[tuple[str, str, re.Pattern[bytes] | None]] = []
         if SECRETS.search(content) or (token and token.encode() in content):
             kinds.append(("a secret, such as a token", "Take it out, and revoke it", SECRETS))
-        if (found := here.search(content)) or (strict and (found := ANY_PATH.search(content))):
-            kinds.append((f"a path of this machine, {_shown(found[0])}", "Take it out", here))
+        patterns = (here, OWNED_PATH, ANY_PATH) if strict else (here, OWNED_PATH)
+        if pattern := next((one for one in patterns if one.search(content)), None):
+            shown = _shown(pattern.findall(content)[0])
+            kinds.append((f"a path of this machine, {shown}", "Take it out", pattern))
         if _names_machine(content):
             kinds.append(("the name of this machine", "Take it out", None))
         problems += [Problem(f"would publish {what}", fix, _place(file, content, kind)) for what, fix, kind in kinds]
@@ -122,11 +137,18 @@ def _place(file: HubFile, content: bytes, pattern: re.Pattern[bytes] | None) -> 
 def _readable(content: Path | bytes) -> bytes:
     """Return the part of a file that can hold words: all of it, or what stands before the numbers of safetensors."""
     if isinstance(content, bytes):
-        return content
+        return _as_utf8(content)
     with content.open("rb") as file:
         if content.suffix == ".safetensors":
             return file.read(min(int.from_bytes(file.read(8), "little"), LARGEST_TEXT))
-        return file.read(LARGEST_TEXT)
+        return _as_utf8(file.read(LARGEST_TEXT))
+
+
+def _as_utf8(content: bytes) -> bytes:
+    """Return a text that begins as UTF-16 does in UTF-8, in which the words are looked for."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16", "replace").encode("utf-8", "replace")
+    return content
 
 
 def _paths_of_machine(folder: Path) -> re.Pattern[bytes]:
@@ -134,7 +156,7 @@ def _paths_of_machine(folder: Path) -> re.Pattern[bytes]:
     places = {Path.cwd(), Path.home(), Path(tempfile.gettempdir()), *_above(folder.resolve())}
     names = sorted({str(place).rstrip("/") for place in places if str(place) != "/"}, key=len, reverse=True)
     either = b"|".join(re.escape(name.encode()) for name in names) or b"(?!)"
-    return re.compile(rb"(?<![\w.:/-])(?:" + either + rb")/\w[^\s\"']*")
+    return re.compile(rb"(?:(?<![\w.:/-])|(?<=\\[nrtbf])|\bfile://)(?:" + either + rb")/\w[^\s\"']*")
 
 
 def _above(folder: Path) -> Iterator[Path]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Thread
 
 from tunebook.places import is_local, local_path
+from tunebook.quiet import hub_asked
 from tunebook.recipe.schema import Recipe
 
 # A card that does not come at once is not worth waiting for at the end of a run.
@@ -43,7 +44,8 @@ def find_licence(recipe: Recipe, commit: str | None) -> Licence | None:
         name, commit = recipe.model.base_id or "", recipe.model.revision
         if found or not name:
             return found
-    path = _within(SECONDS, lambda: _find_card(name, commit or recipe.model.revision))
+    with hub_asked(f"for the licence of {name}", f"{SECONDS:g} seconds"):
+        path = _within(SECONDS, lambda: _find_card(name, commit or recipe.model.revision))
     return _read(Path(path), name) if path else None
 
 
@@ -78,12 +80,11 @@ def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
 def _read(card: Path, base: str | None) -> Licence | None:
     """Return what a card says of its licence; a link to a file beside it leads to the base on the Hub, or nowhere."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
 
     try:
         found = FRONT_MATTER.search(card.read_text(encoding="utf-8", errors="replace"))
         fields = YAML(typ="safe", pure=True).load(found.group(1)) if found else None
-    except (OSError, YAMLError):
+    except Exception:  # someone else's file: no YAML, a date that is none, thousands of brackets
         return None
     if not isinstance(fields, dict):
         return None

@@ -17,6 +17,8 @@ WIDTH, HEIGHT = 900, 480
 SCALE = 2
 LEFT, RIGHT, TOP, BOTTOM = 80, 32, 48, 60
 INK, GRID = "#333333", "#dddddd"
+# As in a report's charts: nearer numbers are one, and their difference is what rounding left.
+SAME, SMALLEST = 1e-6, 1e-300
 Points = list[tuple[int, float]]
 
 
@@ -41,7 +43,7 @@ def read_metrics(run_dir: Path, last_step: int | None = None) -> list[dict[str, 
         try:
             event = json.loads(line)
             is_wanted = last_step is None or event["step"] <= last_step
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
         if is_wanted:
             events.append(event)
@@ -75,7 +77,8 @@ def _points(events: Iterable[Mapping[str, Any]], name: str) -> Points:
 
 def find_ticks(low: float, high: float, most: int = 8) -> list[float]:
     """Return round numbers, at most `most` of them, from the last one not above `low` to the first not below `high`."""
-    span = high - low or abs(high) or 1.0
+    size = max(abs(low), abs(high))
+    span = high - low if high - low > max(size * SAME, SMALLEST) else size if size > SMALLEST else 1.0
     rough = span / (most - 2)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tunebook.errors import Problem, Refused
 from tunebook.finished import Finished, explain_taken
-from tunebook.writing import folder_to_fill
+from tunebook.writing import find_fault_of_place, folder_to_fill
 
 MERGED_TYPES = ("bfloat16", "float16", "float32")
 _QUANTISED = (
@@ -26,6 +26,7 @@ _QUANTISED = (
     "gptq",
     "awq",
 )
+NEW_FOLDER = "Name a new folder, such as --out merged"
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
@@ -38,7 +39,8 @@ def find_merge_problems(finished: Finished, target: Path, dtype: str | None) -> 
         fix = f"Use {finished.source}, which is the whole model"
         message = "nothing to merge: this run trained all weights, and has no adapter"
         problems.append(Problem(message, fix, str(finished.folder)))
-    problem = _explain_target(target, finished)
+    fault = find_fault_of_place(target)
+    problem = (fault, NEW_FOLDER) if fault else _explain_target(target, finished)
     return problems if problem is None else [*problems, Problem(*problem, str(target))]
 
 
@@ -57,8 +59,7 @@ def _explain_type(dtype: str) -> Problem:
 
 def _explain_target(target: Path, finished: Finished) -> tuple[str, str] | None:
     """Return what stands in the way of a merged model at `target`, and what to do."""
-    fix = "Name a new folder, such as --out merged"
-    place = target.resolve()
+    fix, place = NEW_FOLDER, target.resolve()
     adapters = [folder for folder in (place, *place.parents) if (folder / "adapter_config.json").exists()]
     if adapters:
         return f"{'is' if adapters[0] == place else 'lies in'} the folder of an adapter", fix
@@ -79,8 +80,16 @@ def check_room(target: Path, num_bytes: int) -> None:
     """Raise Refused where the disk has no room for `num_bytes`."""
     free = shutil.disk_usage(next(parent for parent in target.resolve().parents if parent.exists())).free
     if free < num_bytes:
-        needed = f"{num_bytes / 2**30:,.2f} GiB are needed there while it is made, and {free / 2**30:,.2f} are free"
+        needed = f"{render_bytes(num_bytes)} are needed there while it is made, and {render_bytes(free)} are free"
         raise Refused(Problem(needed, "Make room, or use --out on another disk", str(target)))
+
+
+def render_bytes(number: int) -> str:
+    """Return an amount in the largest unit of which there is one."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 2**power:
+            return f"{number / 2**power:,.2f} {unit}"
+    return f"{number} bytes"
 
 
 @contextmanager

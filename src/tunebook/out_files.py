@@ -7,7 +7,7 @@ from pathlib import Path
 from tunebook.errors import Problem, Refused
 from tunebook.places import local_path
 from tunebook.run_folder import OURS
-from tunebook.writing import explain_unwritten, write_whole
+from tunebook.writing import explain_unwritten, find_fault_of_place, write_whole
 
 
 def check_out(out: str, run_dir: Path, inputs: Sequence[str] = ()) -> Path:
@@ -28,10 +28,10 @@ def write_out(path: Path, text: str) -> None:
 
 
 def _find_fault(path: Path, run_dir: Path, inputs: Sequence[str]) -> str:
+    if fault := find_fault_of_place(path):
+        return fault
     if path.is_dir():
         return "is a folder"
-    if path.exists() and not path.is_file():
-        return "is no regular file"
     if any(path.resolve() == local_path(one).resolve() for one in inputs):
         return "is what is read"
     return "is the run's own" if _belongs_to_run(path.resolve(), run_dir.resolve()) else _find_closed_door(path)

@@ -11,6 +11,7 @@ from tunebook.errors import Problem, Refused
 from tunebook.run_folder import LOCK, SUMMARY, read_summary
 
 Event = Mapping[str, Any]
+MOST_STEPS = 2**53  # which a float tells apart; no run has as many
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def read_resolved(folder: Path) -> dict[str, Any]:
         return {}
     try:
         values = YAML(typ="safe", pure=True).load(recipes[0].read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError):
+        json.dumps(values, default=str)  # which tells what holds itself, by an anchor
+    except (OSError, ValueError, TypeError, RecursionError, YAMLError):
         return {}
     is_recipe = isinstance(values, Mapping) and all(isinstance(name, str) for name in values)
     return by_key(values) if is_recipe else {}
@@ -124,8 +126,10 @@ def _read_events(path: Path) -> list[Event]:
     for line in lines:
         try:
             event = json.loads(line)
-            found[int(event["step"]), "eval_loss" in event] = {**event, "step": int(event["step"])}
-        except (ValueError, KeyError, TypeError, OverflowError):
+            step = int(event["step"])
+            if abs(step) < MOST_STEPS:
+                found[step, "eval_loss" in event] = {**event, "step": step}
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue  # the line that was being written when the run was killed
     return [found[place] for place in sorted(found)]
 
@@ -133,19 +137,24 @@ def _read_events(path: Path) -> list[Event]:
 def _read_mapping(path: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return each folder's name, with as many names of those above it as tell all of them apart."""
-    longest = max(len(folder.parts) for folder in folders)
-    for depth in range(1, longest + 1):
-        names = ["/".join(folder.parts[1:][-depth:]) for folder in folders]
+    """Return each folder's name, with as many of those above it, up to the current folder, as tell them apart.
+
+    What lies above the current folder, or elsewhere, says where this machine keeps things: such runs are numbered.
+    """
+    here = Path.cwd().resolve()
+    known = [folder.relative_to(here).parts if folder.is_relative_to(here) else folder.parts[-1:] for folder in folders]
+    names = [""] * len(folders)
+    for depth in range(1, max(len(parts) for parts in known) + 1):
+        names = ["/".join(parts[-depth:]) or folder.name for parts, folder in zip(known, folders, strict=True)]
         if len(set(names)) == len(names):
             return names
-    raise AssertionError("two folders have the same path")
+    return [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
 
 
 def _as_float(value: int | float) -> float:

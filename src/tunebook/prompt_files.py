@@ -64,7 +64,8 @@ def _read_rows(path: str, sections: Sequence[DataSource]) -> Iterator[tuple[str,
         yield from _read_lines(place)
         return
     if not place.exists() and not any(character in path for character in "*?["):
-        raise Refused(Problem("no such file", "Name a file of prompts", path))
+        message = "standard input is not read" if path == "-" else "no such file"
+        raise Refused(Problem(message, "Name a file of prompts", path))
     if problems := check_data_path(path):
         raise Refused([replace(problem, key="", where="--prompts") for problem in problems])
     files = list_data_files(path).files

@@ -4,7 +4,7 @@ import re
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from tunebook.errors import hide_tokens
+from tunebook.secret_text import hide_tokens
 
 
 def shown_value(value: Any) -> Any:

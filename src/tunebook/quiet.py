@@ -22,6 +22,7 @@ class OneWordOnTheHub(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.said = False
+        self.purpose, self.limit = "", "a minute"
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line by rank 0: the first of an attempt that failed, and any that is about something else."""
@@ -32,14 +33,28 @@ class OneWordOnTheHub(logging.Handler):
             return
         if is_failure:
             self.said = True
-            text = f"it does not answer ({reason}); trying again, for a minute at most"
-        print(f"the Hub: {text}", file=sys.stderr, flush=True)
+            text = f"it does not answer ({reason}); trying again, for {self.limit} at most"
+        asked = f", asked {self.purpose}" if self.purpose else ""
+        print(f"the Hub{asked}: {text}", file=sys.stderr, flush=True)
 
 
 # Its requests are repeated five times, with pauses of 23 s in all (huggingface_hub 2.4, utils/_http.py).
 _HUB_REQUESTS = logging.getLogger("huggingface_hub.utils._http")
-_HUB_REQUESTS.addHandler(OneWordOnTheHub())
+_ONE_WORD = OneWordOnTheHub()
+_HUB_REQUESTS.addHandler(_ONE_WORD)
 _HUB_REQUESTS.propagate = False
+
+
+@contextlib.contextmanager
+def hub_asked(purpose: str, limit: str) -> Iterator[None]:
+    """Have a Hub that does not answer named with what it is asked for, and with how long it is tried."""
+    said, before = _ONE_WORD.said, (_ONE_WORD.purpose, _ONE_WORD.limit)
+    _ONE_WORD.said, _ONE_WORD.purpose, _ONE_WORD.limit = False, purpose, limit
+    try:
+        yield
+    finally:
+        _ONE_WORD.said = said
+        _ONE_WORD.purpose, _ONE_WORD.limit = before
 
 
 @contextlib.contextmanager

@@ -7,7 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 from tunebook.batch_arithmetic import counted
+from tunebook.charts import is_drawable
 from tunebook.past_runs import PastRun
+from tunebook.public_text import shown_value
+from tunebook.secret_text import hide_paths, hide_tokens
 
 LONGEST_TEXT = 2000
 NOT_THERE = "\N{EN DASH}"
@@ -54,10 +57,10 @@ class TokenShare:
 
 def collect_facts(runs: Sequence[PastRun]) -> list[Row]:
     """Return the facts that at least one of the runs knows, in the order they are read."""
-    facts = {label: tuple(show(run) for run in runs) for label, show in FACTS.items()}
+    facts = {label: tuple(_fact(show, run) for run in runs) for label, show in FACTS.items()}
     versions = [_mapping(run.summary, "versions") for run in runs]
     for name in sorted({name for one in versions for name in one}):
-        facts[name] = tuple(str(one.get(name, NOT_THERE)) for one in versions)
+        facts[name] = tuple(_public(str(one.get(name, NOT_THERE))) for one in versions)
     # What a run does not know is no other value.
     known = {label: set(cells) - {NOT_THERE} for label, cells in facts.items()}
     return [Row(label, cells, len(known[label]) > 1) for label, cells in facts.items() if known[label]]
@@ -96,7 +99,7 @@ def collect_shares(runs: Sequence[PastRun]) -> list[TokenShare]:
         positions = [run.summary.get(name) for name in ("trained_tokens", "processed_tokens", "padded_tokens")]
         if not all(_is_count(one) for one in positions) or not positions[1]:
             positions = [run.rows.get("trained_tokens"), run.rows.get("tokens"), 0]
-        if all(_is_count(one) for one in positions) and positions[1]:
+        if all(_is_amount(one) for one in positions) and positions[1]:
             trained, processed, padded = (int(one) for one in positions if one is not None)
             parts = (trained / processed, (processed - padded - trained) / processed, padded / processed)
             text = f"{processed:,} positions: {parts[0]:.1%} trained, {parts[1]:.1%} read only, {parts[2]:.1%} padding"
@@ -151,12 +154,12 @@ def _number(name: str, form: str = ".4f") -> Callable[[PastRun], str]:
 
 
 def _word(name: str, most: int = LONGEST_TEXT) -> Callable[[PastRun], str]:
-    return lambda run: NOT_THERE if run.summary.get(name) is None else str(run.summary[name])[:most]
+    return lambda run: NOT_THERE if run.summary.get(name) is None else _public(str(run.summary[name]))[:most]
 
 
 def _memory(run: PastRun) -> str:
     peak = run.summary.get("peak_memory_bytes")
-    if not isinstance(peak, int | float):
+    if not isinstance(peak, int | float) or not is_drawable(peak):
         return NOT_THERE
     unit, size = memory_unit(peak)
     return f"{peak / size:,.1f} {unit}"
@@ -164,7 +167,7 @@ def _memory(run: PastRun) -> str:
 
 def _time(run: PastRun) -> str:
     seconds = run.summary.get("wall_seconds")
-    if not isinstance(seconds, int | float):
+    if not isinstance(seconds, int | float) or not is_drawable(seconds) or seconds < 0:
         return NOT_THERE
     return f"{seconds:.1f} s" if seconds < 90 else str(timedelta(seconds=round(seconds)))
 
@@ -207,8 +210,21 @@ def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _value(recipe: Mapping[str, Any], key: str) -> str:
     if key not in recipe:
         return NOT_THERE
-    value = recipe[key]
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    value = shown_value(recipe[key])
+    return _public(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _fact(show: Callable[[PastRun], str], run: PastRun) -> str:
+    """Return what a run says of itself: nothing where its file, written by something else, holds no such number."""
+    try:
+        return _public(show(run))
+    except (ValueError, ArithmeticError):
+        return NOT_THERE
+
+
+def _public(text: str) -> str:
+    """Return a text as it can be shown to others: without places of this machine, and without tokens."""
+    return hide_tokens(hide_paths(text))
 
 
 def _text(value: Any) -> str | None:
@@ -219,6 +235,10 @@ def _shortened(text: str | None) -> str | None:
     if text is None or len(text) <= LONGEST_TEXT:
         return text
     return f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} more characters)"
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_count(value) and 0 <= value < 2**63
 
 
 def _is_count(value: Any) -> bool:

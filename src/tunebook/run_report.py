@@ -10,7 +10,7 @@ from tunebook.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, build_cur
 from tunebook.errors import Problem, Refused
 from tunebook.past_runs import PastRun, read_past_runs
 from tunebook.run_facts import collect_facts, collect_samples, collect_shares, compare_recipes, memory_unit
-from tunebook.writing import write_whole
+from tunebook.writing import find_fault_of_place, write_whole
 
 PAGES = Path(__file__).parent / "pages"
 # By this a page of ours is known, which may be written over.
@@ -26,8 +26,14 @@ CURVES = (
 )
 NUM_BEFORE_MEMORY = 5  # charts in front of that of memory, whose unit depends on the amounts
 NUM_COLOURS = 8
-# Control characters by those that picture them; line ends and tabs stay.
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+# Control characters by those that picture them; line ends and tabs stay. Those without a picture, and those that turn
+# the direction of a text or are not seen at all, by their number. Joiners stay: scripts and emoji need them.
+UNSEEN = (*range(0x80, 0xA0), 0x61C, 0x180E, 0x200B, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2060, 0x2070))
+PICTURES: dict[int, int | str] = {
+    **{code: f"[U+{code:04X}]" for code in (*UNSEEN, 0xAD, 0xFEFF, *range(0xFFF9, 0xFFFC))},
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    127: 0x2421,
+}
 
 
 def write_report(run_dirs: Sequence[str], out: str) -> Path:
@@ -49,6 +55,8 @@ def write_report(run_dirs: Sequence[str], out: str) -> Path:
 def check_place(place: Path) -> None:
     """Raise Refused if what stands at a place is no report."""
     fix = "Name another place by --out FILE.html"
+    if fault := find_fault_of_place(place):
+        raise Refused(Problem(fault, fix, str(place)))
     if place.is_dir():
         raise Refused(Problem("is a folder, and the report is one file", fix, str(place)))
     if not place.exists():
@@ -118,11 +126,11 @@ def build_histograms(runs: Sequence[PastRun]) -> list[tuple[list[int], Chart]]:
         lengths: Any = json.loads(text)
         try:
             histograms.append((numbers, build_histogram("Rows by length", lengths)))
-        except (KeyError, TypeError, ValueError):
-            continue  # not recorded
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            continue  # not recorded, or no numbers that rows have
     return histograms
 
 
 def show_characters(text: str) -> str:
-    """Return a text with its control characters made visible, line ends and tabs aside."""
+    """Return a text with its control characters made visible, those of direction too; line ends and tabs aside."""
     return text.translate(PICTURES)
