@@ -10,7 +10,7 @@ from tunebook.memory import GIB
 from tunebook.memory_limit import VARIABLE
 from tunebook.memory_plan import TIGHT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes in all: in `make test-slow`
 # By its plan micro-batch 8 fits into so much with checkpointing alone, and up to 4 in either way.
 LIMIT_GIB = "0.0075"
 SIGNAL = {"FAULT": "signal_in_window", "FAULT_SIGNAL": "SIGTERM", "FAULT_STEP": "4", "FAULT_MICRO": "0"}

@@ -17,7 +17,7 @@ from tunebook.plan import build_plan
 from tunebook.recipe.reading import load_recipe
 from tunebook.world import World
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes in all: in `make test-slow`
 TESTS = Path(__file__).parent
 
 

@@ -13,7 +13,7 @@ from hub_scenarios import LFS, XET, XET_SMALL
 from hub_server import TOKEN
 from launched_ranks import clean_environ
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes in all: in `make test-slow`
 CARD = "---\nbase_model: org/tiny\nlibrary_name: peft\n---\nA card.\n"
 # Each ends with exit code 3 and one line that says this.
 UNPUBLISHED = {
