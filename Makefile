@@ -4,7 +4,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow torture bench bench-data bench-packing bench-loss bench-gpu check format clean
+.PHONY: install quickstart test test-slow torture bench bench-data bench-packing bench-loss bench-gpu bench-start check \
+	format clean
 
 install: .venv/installed
 
@@ -48,6 +49,10 @@ bench-loss: install
 # On a GPU, under 8 minutes; without one: benchmarks/gpu.py --tiny.
 bench-gpu: install
 	$(BIN)/python benchmarks/gpu.py
+
+# From launch to the first step, against the imports alone. About 3 minutes; quiet machines only.
+bench-start: install
+	$(BIN)/python benchmarks/start_time.py
 
 check: install
 	$(BIN)/ruff check .

@@ -1,0 +1,106 @@
+"""From launch to the first optimizer step, against the imports that any such program needs and the load of the model.
+
+python benchmarks/start_time.py        (make bench-start)
+
+The tiny recipe on one process, its data prepared before, nothing held out. The other side is a script that imports
+Trainer, peft and datasets and loads base and adapter. By turns, each in a new process; a broken recipe as well.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from data_speed import cpu_name
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+MOST_OF_IMPORTS, MOST_SECONDS_BROKEN = 1.15, 1.0
+STEP = ("training.max_steps=1", "training.num_train_epochs=null", "training.logging_steps=1")
+NOTHING_ELSE = ("data.validation=0", "data.answer_rows=0", "training.save_strategy=no", "training.eval_strategy=no")
+IMPORTS = """
+import time
+from transformers import Trainer, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+import peft, datasets, torch
+tokenizer = AutoTokenizer.from_pretrained("assets/tiny-qwen2")
+four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+base = AutoModelForCausalLM.from_pretrained(
+    "assets/tiny-qwen2", dtype=torch.float32, quantization_config=four_bits, device_map={"": "cpu"}
+)
+peft.get_peft_model(base, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+"""
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Return what both sides run under."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TUNEBOOK_CACHE": str(cache)}
+
+
+def seconds_to_first_step(place: Path, number: int) -> float:
+    """Return the seconds from the launch to the line of step 1 in metrics.jsonl."""
+    folder = place / f"run-{number}"
+    command = [sys.executable, "finetune.py", "recipes/tiny_qlora.yaml", "--run-dir", str(folder), *STEP, *NOTHING_ELSE]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(place / "cache"), stdout=subprocess.DEVNULL)
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n")):
+        if process.poll() not in (None, 0):
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        time.sleep(0.005)
+    seconds = time.perf_counter() - began
+    process.wait()
+    return seconds
+
+
+def seconds_of(place: Path, command: list[str], code: int = 0) -> float:
+    """Return the seconds that a command takes; it must end with `code`."""
+    began = time.perf_counter()
+    ended = subprocess.run(command, cwd=ROOT, env=environment(place / "cache"), capture_output=True, check=False)
+    if ended.returncode != code:
+        raise SystemExit(ended.stderr.decode())
+    return time.perf_counter() - began
+
+
+def compare(rounds: int) -> dict[str, Any]:
+    """Return the seconds of both sides by turns, and of the plan of a broken recipe."""
+    broken = [sys.executable, "finetune.py", "recipes/tiny_qlora.yaml", "--plan", "training.learning_rte=1"]
+    found: dict[str, list[float]] = {"first step": [], "imports and load": [], "plan of a broken recipe": []}
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        seconds_to_first_step(place, 0)  # prepares the data
+        for number in range(1, rounds + 1):
+            found["first step"].append(seconds_to_first_step(place, number))
+            found["imports and load"].append(seconds_of(place, [sys.executable, "-c", IMPORTS]))
+            found["plan of a broken recipe"].append(seconds_of(place, broken, code=2))
+            print({name: round(seconds[-1], 2) for name, seconds in found.items()}, flush=True)
+    pairs = zip(found["first step"], found["imports and load"], strict=True)
+    return {
+        "times_imports_and_load": round(statistics.median(ours / theirs for ours, theirs in pairs), 3),
+        "promised": {"times_imports_and_load": MOST_OF_IMPORTS, "plan of a broken recipe": MOST_SECONDS_BROKEN},
+        "seconds": {name: round(statistics.median(seconds), 3) for name, seconds in found.items()},
+        "spread": {name: [round(min(seconds), 3), round(max(seconds), 3)] for name, seconds in found.items()},
+        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()},
+    }
+
+
+def main() -> None:
+    """Measure and write the result; exit code 1 where a promise is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=HERE / "results" / "start_time.json")
+    given = parser.parse_args()
+    found = compare(given.rounds)
+    given.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+    kept = found["times_imports_and_load"] <= MOST_OF_IMPORTS
+    sys.exit(not (kept and found["seconds"]["plan of a broken recipe"] < MOST_SECONDS_BROKEN))
+
+
+if __name__ == "__main__":
+    main()
