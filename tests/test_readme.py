@@ -64,6 +64,7 @@ def test_gpu_commands_plan_without_gpu_and_hub(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_other_command_runs(tmp_path):
     checkout = make_checkout(tmp_path)
     others = [command for command in commands() if GPU_MARK not in command and not command.startswith("make ")]

@@ -4,7 +4,7 @@ import pytest
 
 from torture import check, render, torture
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_nothing_is_lost_to_a_few_kills(tmp_path):

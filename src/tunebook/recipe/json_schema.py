@@ -5,6 +5,7 @@ still be refused; what it marks is refused as well, but for numbers written in q
 to a schema that is the same as one left empty, which is refused.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -95,7 +96,10 @@ def _with_range(section: str, name: str, schema: dict[str, Any]) -> dict[str, An
 
 
 def _cleaned(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without the titles that pydantic makes of names."""
+    """Return a schema without the titles that pydantic makes of names, what may be one of several in a fixed order.
+
+    typing keeps one order for equal unions in a process, that of whoever named the union first.
+    """
     cleaned: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "title":
@@ -104,6 +108,8 @@ def _cleaned(schema: dict[str, Any]) -> dict[str, Any]:
             cleaned[name] = {key: _cleaned(inner) for key, inner in value.items()}
         elif isinstance(value, dict):
             cleaned[name] = _cleaned(value)
+        elif name == "anyOf":
+            cleaned[name] = sorted(map(_cleaned, value), key=json.dumps)
         elif isinstance(value, list):
             cleaned[name] = [_cleaned(item) if isinstance(item, dict) else item for item in value]
         else:
