@@ -14,6 +14,7 @@ from tunebook.process_group import start_process_group, stop_process_group
 from tunebook.training.batches import FILLER, BatchLayout, GlobalBatchSampler, join_rows, pad_right, tensors_of
 from tunebook.training.failures import explaining
 from tunebook.training.packing import check_rows_apart, measure_apart
+from tunebook.training.row_masks import attention_of, known_rows
 from tunebook.world import World
 
 pytestmark = pytest.mark.slow
@@ -90,11 +91,55 @@ def test_each_joined_row_has_the_logits_it_has_alone(attention):  # case G01
         assert largest_difference(input_ids=batch["input_ids"], use_cache=False) > 0.05
 
 
+CHUNKS = {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 64}
+PADDED = {**KEEP_APART, **LET_SEE, "llama4_text": CHUNKS}
+NO_SDPA = ("gemma2", "bloom", "mamba")
+LENGTHS = (20, 3, 13)  # longer than the windows and the chunks
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_padding_that_is_known_leaves_logits_and_gradient_as_the_mask_does(kind):
+    model = build(kind, "eager" if kind in NO_SDPA else "sdpa", **PADDED[kind])
+    batch = pad_right([{"input_ids": list(range(5, 5 + n)), "labels": list(range(5, 5 + n))} for n in LENGTHS])
+    inputs = tensors_of(batch)
+    del inputs["labels"]
+    real = inputs["attention_mask"].bool()
+
+    def logits_and_gradient(given):
+        model.zero_grad()
+        logits = model(**given, use_cache=False).logits[real]
+        logits.square().sum().backward()
+        return logits.detach(), model.get_input_embeddings().weight.grad.clone()
+
+    masked = logits_and_gradient(inputs)
+    with known_rows(attention_of(model), inputs) as given:
+        known = logits_and_gradient(given)
+    for one, other in zip(masked, known, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+
+
+def test_inside_known_rows_no_mask_is_made_where_none_is_needed(monkeypatch):
+    model = build("qwen2", "sdpa")
+    masks = []
+    layer = model.model.layers[0]
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *a, **k: masks.append(k["attention_mask"]) or forward(*a, **k))
+    padded, joined, one = (tensors_of(batch) for batch in (pad_right(ROWS), join_rows(ROWS), join_rows(ROWS[2:])))
+    for inputs in (padded, joined, one):
+        del inputs["labels"]
+        with known_rows("sdpa", inputs) as given:
+            model(**given, use_cache=False)
+    model(**padded, use_cache=False)
+    no_mask, rows, single, asked = masks
+    assert no_mask is None and single is None and asked.shape == (3, 1, 4, 4)
+    row = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
+    assert torch.equal(rows[0, 0], (row[:, None] == row) & torch.ones(8, 8).tril().bool())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KEEP_APART)
 def test_models_that_keep_rows_apart_are_let_through(kind, dtype):
-    # transformers has no sdpa for Gemma 2.
-    for attention in ("sdpa", "eager") if kind != "gemma2" else ("eager",):
+    for attention in ("eager",) if kind in NO_SDPA else ("sdpa", "eager"):
         model = build(kind, attention, **KEEP_APART[kind]).to(getattr(torch, dtype))
         state = torch.get_rng_state()
         check_rows_apart(build_recipe("base", packing=True), model.train(), dtype)
@@ -115,10 +160,10 @@ def test_a_model_that_takes_no_positions_or_counts_in_chunks_is_refused():
     recipe = build_recipe("base", packing=True)
     model = build("llama")
     forward = model.forward
-    model.forward = lambda input_ids, use_cache: forward(input_ids, use_cache=use_cache)
+    model.forward = lambda input_ids, attention_mask=None, use_cache=None: forward(input_ids, attention_mask)
     with pytest.raises(Refused, match=r"takes no joined rows: .*position_ids"):
         check_rows_apart(recipe, model, "float32")
-    chunks = build("llama4_text", head_dim=16, num_local_experts=2, attention_chunk_size=8, intermediate_size_mlp=64)
+    chunks = build("llama4_text", **CHUNKS)
     with pytest.raises(Refused, match="in chunks of 8 tokens"):
         check_rows_apart(recipe, chunks, "float32")
 

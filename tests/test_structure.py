@@ -121,6 +121,7 @@ ORDER = [
     "training.batches",
     "padding",
     "candidates",
+    "training.row_masks",
     "training.packing",
     "training.collectives",
     "training.agreement",

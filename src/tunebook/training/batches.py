@@ -175,16 +175,18 @@ def join_rows(rows: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
 
     Positions start again with each row; that, with no attention mask and no cache, is what keeps the rows apart
     (`check_rows_apart`). The first label of a row is -100: the last token of the row before would be asked for it.
-    Fillers are left out where there is a row. Returns int64 tensors of shape (1, tokens) `input_ids`, `position_ids`
-    and `labels`, and the plain numbers of `pad_right`.
+    Fillers are left out where there is a row. Returns int64 tensors of shape (1, tokens) `input_ids`, `labels` and
+    `position_ids`, for which a single row has an `attention_mask` of ones: it needs no mask to keep it apart. The rest
+    is that of `pad_right`.
     """
     real = [row for row in rows if row != FILLER]
     joined = real or [FILLER]
     lengths = [len(row["input_ids"]) for row in joined]
     labels = torch.tensor([[label for row in joined for label in (IGNORED_LABEL, *row["labels"][1:])]])
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {
         "input_ids": torch.tensor([[token for row in joined for token in row["input_ids"]]]),
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        **({"position_ids": positions} if len(joined) > 1 else {"attention_mask": torch.ones_like(labels)}),
         "labels": labels,
         "targets": find_targets(labels),
         "num_rows": len(real),

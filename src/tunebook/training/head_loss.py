@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tunebook.memory import LOGITS_AT_ONCE
 from tunebook.training.batches import IGNORED_LABEL, pad_right, tensors_of
 from tunebook.training.loss import count_right, summed_token_loss
+from tunebook.training.row_masks import attention_of, known_rows
 
 # What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
 LARGEST_PROBED = 100.0
@@ -45,7 +46,7 @@ class HeadLoss:
 
         Replacing its head would have it compiled anew in each step.
         """
-        self._in_pieces = in_pieces
+        self._in_pieces, self._compiled, self._attention = in_pieces, compiled, attention_of(model)
         self._head = model.get_output_embeddings()
         self._after: After | None = None
         if self._head is None or compiled:
@@ -68,6 +69,12 @@ class HeadLoss:
         `inputs` are what the model takes and the labels, `targets` the `positions` and `ids` of the labels that count,
         as `pad_right` and `join_rows` make them, on the model's device.
         """
+        if self._compiled:
+            return self._sums(model, inputs, targets, want_right)
+        with known_rows(self._attention, inputs) as given:
+            return self._sums(model, given, targets, want_right)
+
+    def _sums(self, model: Any, inputs: dict[str, Any], targets: dict[str, Any], want_right: bool) -> Sums:
         inputs = {**inputs, "use_cache": False}
         labels = inputs.pop("labels")
         if self.is_plain:

@@ -9,6 +9,7 @@ import torch
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.schema import Recipe
 from tunebook.training.batches import IGNORED_LABEL, join_rows, tensors_of
+from tunebook.training.row_masks import attention_of, known_rows
 
 # Of the row before and of the row that is looked at, in tokens: four passes of at most 22, whatever the model's size.
 ROW_LENGTHS = (13, 9)
@@ -117,7 +118,8 @@ def _logits_of_row(model: Any, compute_dtype: str, rows: list[list[int]]) -> tor
     device, dtype = model.get_input_embeddings().weight.device, getattr(torch, compute_dtype)
     inputs = tensors_of(micro_batch, str(device))
     del inputs["labels"]
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+    precision = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    with known_rows(attention_of(model), inputs) as inputs, precision:
         logits: torch.Tensor = model(**inputs, use_cache=False).logits[0, -ROW_LENGTHS[1] :]
     return logits.float()
 
