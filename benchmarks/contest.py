@@ -38,13 +38,17 @@ SECONDS_TO_LEAVE = 30.0
 
 @dataclass(frozen=True)
 class Size:
-    """A model and rows; without a tokenizer the model is one that lies there whole."""
+    """A model and rows; without a tokenizer the model is one that lies there whole.
+
+    Where steps are short more of them are taken, `times_the_steps`, so that a run is timed over seconds.
+    """
 
     model: Path
     rows: Path
     global_batch: int
     micro_batch: int
     tokenizer: Path | None = None
+    times_the_steps: int = 1
 
 
 @dataclass(frozen=True)
