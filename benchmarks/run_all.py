@@ -51,7 +51,7 @@ LARGER, TINY = "larger", "tiny"
 def sizes(given: argparse.Namespace) -> dict[str, Size]:
     """Return the model where compute rules, and the one where overhead does."""
     larger = Size(Path(), given.rows, 64, 8, given.tokenizer)
-    tiny = Size(ROOT / "assets" / "tiny-qwen2", ROOT / "data" / "quickstart.jsonl", 32, 4, times_the_steps=6)
+    tiny = Size(ROOT / "assets" / "tiny-qwen2", ROOT / "data" / "quickstart.jsonl", 32, 4, times_the_steps=10)
     return {LARGER: larger, TINY: tiny}
 
 
@@ -161,7 +161,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a run; of the tiny model six times as many")
+    parser.add_argument("--steps", type=int, default=20, help="of a run; ten times as many of the tiny model")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder that the results go to")
     parser.add_argument("--contests", nargs="+", choices=contests, default=contests)
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))

@@ -83,10 +83,16 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         begin_step(self.state.global_step + 1)
         return super().get_batch_samples(*args, **kwargs)
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the labels of the step over all processes."""
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        """Return the labels of the step over all processes, as a tensor that nobody has to wait for.
+
+        Each micro-batch brings their number along; Trainer counts them anew on the device.
+        """
         arrive("the count of the step's labels")
-        return super()._get_num_items_in_batch(*args, **kwargs)
+        if not self.model_accepts_loss_kwargs:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        here = torch.tensor(sum(one["num_trained_tokens"] for one in batch_samples))
+        return self.accelerator.gather(here.to(device, non_blocking=True)).sum()
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; the backward pass that follows meets the other processes in the last micro-batch."""
