@@ -1,12 +1,12 @@
 """The story of a run: accelerate launch --num_processes 4 finetune.py recipes/qwen7b_qlora.yaml"""
 
-from tunebook.command_line import Command
-from tunebook.entry import run_rank
-from tunebook.planning import plan_with_data, plan_without_data, show_plan, show_start
+from tunebook.launching.command_line import Command
+from tunebook.launching.entry import run_rank
+from tunebook.launching.world import read_world
+from tunebook.plan.planning import plan_with_data, plan_without_data, show_plan, show_start
 from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.recipe.schema import Recipe
-from tunebook.run_folder import check_folder, hold_run_folder
-from tunebook.world import read_world
+from tunebook.runs.folder import check_folder, hold_run_folder
 
 
 def finetune(command: Command) -> None:
@@ -26,8 +26,8 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
     # torch, transformers, peft and datasets take seconds to import; only an accepted recipe pays for them.
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import tokenizer_of
-    from tunebook.process_group import process_group
-    from tunebook.publishing import check_publishing, publish_finished
+    from tunebook.hub.publishing import check_publishing, publish_finished
+    from tunebook.launching.process_group import process_group
     from tunebook.training.ending import is_finished, show_result
     from tunebook.training.ready import build_run
     from tunebook.training.run import train

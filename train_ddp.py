@@ -22,15 +22,16 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tunebook.command_line import Command
-from tunebook.entry import run_rank
 from tunebook.errors import Refused
-from tunebook.planning import plan_with_data, plan_without_data, show_plan, show_start
-from tunebook.process_group import meeting_point, no_group, start_process_group, stop_process_group
+from tunebook.launching.command_line import Command
+from tunebook.launching.entry import run_rank
+from tunebook.launching.process_group import meeting_point, no_group, start_process_group, stop_process_group
+from tunebook.launching.world import World, read_world
+from tunebook.plan.planning import plan_with_data, plan_without_data, show_plan, show_start
 from tunebook.recipe.hand_loop import check_hand_loop
 from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.recipe.schema import Recipe
-from tunebook.run_folder import check_folder, hold_run_folder
+from tunebook.runs.folder import check_folder, hold_run_folder
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes
@@ -39,7 +40,6 @@ from tunebook.training.loss import check_finite
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.stopping import StopVote
 from tunebook.training.unused_parameters import check_all_used, naming_unused
-from tunebook.world import World, read_world
 
 if TYPE_CHECKING:
     from tunebook.training.outcome import RunResult

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from gpu_model import QWEN_7B, RANK, TINY, add_adapter, build_base, dequantized, quantize
-from tunebook.durations import operations_per_token, read_gpu
-from tunebook.memory import CONSTANTS_BLOCK, LOGITS_AT_ONCE, QUANTIZED_BLOCK, Storage, Work, predict_memory
-from tunebook.shapes import ModelShape, build_shape, count_lora_parameters
+from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters
+from tunebook.plan.durations import operations_per_token, read_gpu
+from tunebook.plan.memory import CONSTANTS_BLOCK, LOGITS_AT_ONCE, QUANTIZED_BLOCK, Storage, Work, predict_memory
 from tunebook.training.batches import join_rows, pad_right, tensors_of
 from tunebook.training.head_loss import HeadLoss
 

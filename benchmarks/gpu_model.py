@@ -32,7 +32,7 @@ def quantize(model: Any, device: str, dtype: torch.dtype) -> Any:
     """Put the linear layers of the blocks in NF4 with double quantisation, one after another; return the model."""
     import bitsandbytes as bnb
 
-    from tunebook.model import keep_4bit_weights
+    from tunebook.model.model import keep_4bit_weights
 
     layers = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and name != "lm_head"]
     for name, layer in layers:

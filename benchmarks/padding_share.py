@@ -30,10 +30,10 @@ def measure(rows: Path, tokenizer: Path) -> dict[int, dict[str, float]]:
     """Return the shares of padding by micro-batch: `laid out`, `packed` and `random`."""
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import load_tokenizer
-    from tunebook.padding import measure_padding
-    from tunebook.plan import build_plan, with_split
+    from tunebook.launching.world import read_world
+    from tunebook.plan.padding import measure_padding
+    from tunebook.plan.plan import build_plan, with_split
     from tunebook.recipe.reading import load_recipe
-    from tunebook.world import read_world
 
     loaded, found = load_tokenizer(str(tokenizer), None), {}
     with TemporaryDirectory() as folder:

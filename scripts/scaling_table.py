@@ -2,21 +2,21 @@
 
     python scripts/scaling_table.py recipes/qwen7b_qlora.yaml --gpu h100
 
-Nothing is measured here. Compute is the operations of the model at 40 % of the GPU's rate (tunebook/durations.py). An
-all-reduce of G bytes over N processes in a ring moves 2 (N - 1) / N x G through each link, in 2 (N - 1) messages
+Nothing is measured here. Compute is the operations of the model at 40 % of the GPU's rate (tunebook/plan/durations.py).
+An all-reduce of G bytes over N processes in a ring moves 2 (N - 1) / N x G through each link, in 2 (N - 1) messages
 (Patarasuk and Yuan 2009). It starts while the backward still computes; here it is added whole, which is the worst case.
 """
 
 import argparse
 from dataclasses import dataclass
 
-from tunebook.durations import read_gpu, step_seconds_of
 from tunebook.errors import Refused
-from tunebook.memory import FLOAT32
-from tunebook.plan import build_plan
+from tunebook.launching.world import world_of
+from tunebook.model.shapes import find_shape
+from tunebook.plan.durations import read_gpu, step_seconds_of
+from tunebook.plan.memory import FLOAT32
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.shapes import find_shape
-from tunebook.world import world_of
 
 PROCESSES = (1, 8, 64, 512)
 # Bytes per second through the slowest link of the ring, and seconds of one message.

@@ -47,11 +47,11 @@ def train_copy(recipe_path: Path, folder: Path) -> Any:
     """Train a recipe as finetune.py does and return what came out of it; the process group is there."""
     from tunebook.data.prepare import prepare_data
     from tunebook.data.tokenizer import load_tokenizer
-    from tunebook.plan import build_plan, with_split
+    from tunebook.launching.world import World
+    from tunebook.plan.plan import build_plan, with_split
     from tunebook.recipe.reading import load_recipe
     from tunebook.training.ready import build_run
     from tunebook.training.run import train
-    from tunebook.world import World
 
     recipe, world = load_recipe(str(recipe_path)), World()
     plan = build_plan(recipe, world, run_dir=str(folder / "runs" / recipe.stem))
@@ -121,7 +121,7 @@ def load_back(result: Any) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from tunebook.model import keep_4bit_weights
+    from tunebook.model.model import keep_4bit_weights
 
     given = {**result.run.recipe.quantization, "bnb_4bit_compute_dtype": torch.bfloat16}
     base = AutoModelForCausalLM.from_pretrained(
@@ -145,9 +145,9 @@ def main(folder: Path) -> None:
     from accelerate.state import AcceleratorState
 
     from tunebook.errors import Refused
-    from tunebook.process_group import process_group
-    from tunebook.quiet import quiet_libraries
-    from tunebook.world import World
+    from tunebook.launching.process_group import process_group
+    from tunebook.launching.world import World
+    from tunebook.system.quiet import quiet_libraries
 
     write_rows(folder)
     found: dict[str, Any] = {}

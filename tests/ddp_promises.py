@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from ddp_scenarios import LOOPS, Finding, trained
 from tiny_training import build_data
 from training_scenarios import run_of
-from tunebook.adapter import adapter_tensors, tensor_sha256
 from tunebook.errors import Refused, TrainingFailed
+from tunebook.launching.world import World
+from tunebook.model.adapter import adapter_tensors, tensor_sha256
 from tunebook.training.batches import FILLER_ROW, Rows
-from tunebook.world import World
 
 # 21 rows in eights, in micro-batches of one: a step of two processes has four micro-steps.
 RECIPE = {"global_batch_size": 8, "per_device_train_batch_size": 1, "num_train_epochs": 2, "max_grad_norm": 0.0}

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import train_ddp
 
-from tunebook.world import World, read_world
+from tunebook.launching.world import World, read_world
 
 Finding = dict[str, Any]
 # 41 rows in sixteens: two whole steps and one of nine rows, which are fewer than the places of eight processes.

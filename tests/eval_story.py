@@ -2,7 +2,7 @@
 
 import os
 
-from tunebook.evaluate import Evaluation, measure_as_rank
+from tunebook.using.evaluate import Evaluation, measure_as_rank
 
 
 def eval_story(command):

@@ -295,7 +295,8 @@ def shard_on_cpu() -> None:
     from accelerate.utils import DistributedType
     from torch.distributed.tensor import DTensor
 
-    from tunebook import launch_checks, sharding, world
+    from tunebook.launching import checks as launch_checks
+    from tunebook.launching import sharding, world
     from tunebook.training import ready
     from tunebook.training.trainer import RecipeTrainer
 
@@ -332,7 +333,7 @@ def tell_loading() -> None:
 
 def cannot_see_run_folder() -> None:
     """Be on a machine with a disk of its own: what rank 0 puts into the run folder is not there."""
-    from tunebook import run_folder
+    from tunebook.runs import folder as run_folder
 
     if is_here():
         run_folder.LOCK, run_folder.SECONDS_TO_BE_SEEN = "nowhere", 0.5

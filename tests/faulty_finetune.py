@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from finetune import finetune
 
 from fork_server import inject_faults
-from tunebook.entry import run_rank
+from tunebook.launching.entry import run_rank
 
 if __name__ == "__main__":
     inject_faults()

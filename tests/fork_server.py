@@ -144,7 +144,7 @@ def become_rank(order: dict, rank: int, port: int) -> None:
     faulthandler.dump_traceback_later(90)  # a rank that hangs tells where
     code = 0
     try:
-        from tunebook.entry import run_rank
+        from tunebook.launching.entry import run_rank
 
         inject_faults()
         run_rank(getattr(importlib.import_module(order["script"]), order["script"]))

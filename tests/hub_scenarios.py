@@ -103,7 +103,7 @@ class Pushing:
 
     def push(self, name: str, faults: list[Fault], **options: object) -> None:
         from tunebook.errors import NotPublished, Refused
-        from tunebook.publishing import publish_by_hand
+        from tunebook.hub.publishing import publish_by_hand
 
         repo = str(options.pop("repo", f"me/run-{len(self.told)}"))
         self.hub.fail(*faults)
@@ -158,7 +158,8 @@ def main(place: str, out: str, kind: str) -> None:
 
 
 def run_faster() -> None:
-    from tunebook import hub_client, hub_push
+    from tunebook.hub import client as hub_client
+    from tunebook.hub import push as hub_push
 
     sleep = time.sleep
 

@@ -8,7 +8,7 @@ import sys
 LAUNCHER = """
 import json, sys
 from pathlib import Path
-from tunebook.launch import launch
+from tunebook.launching.launch import launch
 
 folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
 codes = {}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tiny_training import NF4, STOP, TinyData, build_base, build_recipe, plan_of
-from tunebook.process_group import start_process_group
-from tunebook.world import World
+from tunebook.launching.process_group import start_process_group
+from tunebook.launching.world import World
 
 SAMPLE_SECONDS = 0.002
 

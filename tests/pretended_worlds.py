@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from tunebook.errors import Refused
-from tunebook.world import Surroundings, read_world
+from tunebook.launching.world import Surroundings, read_world
 
 ARGV = ("finetune.py", "recipes/x.yaml", "training.seed=3")
 TYPED = shlex.join(ARGV)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from tiny_training import NF4, STOP, build_base, build_data, build_recipe, plan_of
-from tunebook.adapter import adapter_tensors, tensor_sha256, write_adapter
-from tunebook.model import build_model, keep_4bit_weights
-from tunebook.quiet import quiet_libraries
-from tunebook.world import World
+from tunebook.launching.world import World
+from tunebook.model.adapter import adapter_tensors, tensor_sha256, write_adapter
+from tunebook.model.model import build_model, keep_4bit_weights
+from tunebook.system.quiet import quiet_libraries
 
 pytestmark = pytest.mark.slow
 IDS = torch.arange(40, 72).reshape(2, 16)

@@ -11,10 +11,10 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from finished_runs import finished_place
-from tunebook import cli
+from tunebook.commands import cli
 from tunebook.errors import Refused
-from tunebook.export import export
-from tunebook.finished import open_finished
+from tunebook.export.export import export
+from tunebook.export.finished import open_finished
 
 pytestmark = pytest.mark.slow
 RUN = "runs/recipe"
@@ -131,7 +131,7 @@ def test_a_name_that_the_recipe_gives_the_base_later_counts_everywhere(place, mo
     assert not [note for note in done.notes if "base_id" in note]
     assert run_command(monkeypatch, "merge", RUN, "--out", "merged") == 0
     sent = []
-    monkeypatch.setattr("tunebook.publishing.find_leaks", lambda files, folder, token: sent.extend(files) or [])
+    monkeypatch.setattr("tunebook.hub.publishing.find_leaks", lambda files, folder, token: sent.extend(files) or [])
     assert run_command(monkeypatch, "push", RUN, "--repo", "me/x", "--dry-run") == 0
     pushed = {file.name: file.content for file in sent}
     cards = [pushed["README.md"].decode(), Path("out/README.md").read_text(), Path("merged/README.md").read_text()]

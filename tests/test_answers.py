@@ -7,10 +7,10 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from tiny_training import STOP, TinyExample, build_base, build_data, build_recipe, plan_of
-from tunebook.model import build_model
+from tunebook.launching.world import World
+from tunebook.model.model import build_model
 from tunebook.training import answers
 from tunebook.training.answers import ANSWER_MARGIN_TOKENS, greedy_answers, num_exact_matches
-from tunebook.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ from transformers import TrainingArguments
 
 from tiny_training import build_data, build_recipe, plan_of
 from tunebook.errors import Refused
-from tunebook.process_group import start_process_group, stop_process_group
+from tunebook.launching.process_group import start_process_group, stop_process_group
+from tunebook.launching.world import World
 from tunebook.recipe.defaults import FIXED_ARGUMENTS, OUR_DEFAULTS
 from tunebook.training.arguments import build_training_arguments, check_schedule
-from tunebook.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tiny_data import build_recipe
-from tunebook.attention import attention_notes, caps_scores, check_attention, check_rope
+from tunebook.model.attention import attention_notes, caps_scores, check_attention, check_rope
 
 GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 100}

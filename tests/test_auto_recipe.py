@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.batch_arithmetic import DECIDED_AT_START
-from tunebook.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, thin
-from tunebook.command_line import read_command
 from tunebook.errors import Refused
-from tunebook.identity import find_differences, find_taken_over, recipe_identity, taken_over
-from tunebook.launch_files import render_launch_file
-from tunebook.memory import GIB
-from tunebook.memory_limit import VARIABLE, find_limit, free_bytes
-from tunebook.memory_plan import TIGHT
-from tunebook.plan import build_plan
+from tunebook.launching.command_line import read_command
+from tunebook.launching.files import render_launch_file
+from tunebook.launching.world import World, world_of
+from tunebook.model.shapes import find_shape
+from tunebook.plan.arithmetic import DECIDED_AT_START
+from tunebook.plan.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, thin
+from tunebook.plan.memory import GIB
+from tunebook.plan.memory_limit import VARIABLE, find_limit, free_bytes
+from tunebook.plan.memory_plan import TIGHT
+from tunebook.plan.plan import build_plan
+from tunebook.plan.whole_plan import complete_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.shapes import find_shape
-from tunebook.whole_plan import complete_plan
-from tunebook.world import World, world_of
+from tunebook.runs.identity import find_differences, find_taken_over, recipe_identity, taken_over
 
 MICRO, CHECKPOINTING = "training.per_device_train_batch_size=auto", "training.activation_checkpointing=auto"
 RECIPE = """

@@ -7,15 +7,15 @@ from dataclasses import fields
 import pytest
 from huggingface_hub import ModelCard
 
-from tunebook.card import CardFacts, render_card
-from tunebook.card_files import write_card, write_run_cards
-from tunebook.licence import Licence, find_licence
-from tunebook.loss_picture import draw_losses, find_ticks, read_metrics
-from tunebook.plan import build_plan, with_split
-from tunebook.public_text import last_part
+from tunebook.card.card import CardFacts, render_card
+from tunebook.card.files import write_card, write_run_cards
+from tunebook.card.licence import Licence, find_licence
+from tunebook.card.loss_picture import draw_losses, find_ticks, read_metrics
+from tunebook.card.public_text import last_part
+from tunebook.launching.world import World
+from tunebook.plan.plan import build_plan, with_split
 from tunebook.recipe.reading import load_recipe
 from tunebook.training.summary import RunSummary
-from tunebook.world import World
 
 RECIPE = """
 model: {name_or_path: Qwen/Qwen2.5-7B, dtype: bfloat16}
@@ -153,7 +153,7 @@ def test_the_licence_is_that_of_the_bases_own_card(tmp_path, fields, written, sh
 
 def test_a_licence_file_beside_the_base_is_linked_there(tmp_path, monkeypatch):
     (tmp_path / "card.md").write_text("---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\n---\n")
-    monkeypatch.setattr("tunebook.licence._find_card", lambda name, revision: str(tmp_path / "card.md"))
+    monkeypatch.setattr("tunebook.card.licence._find_card", lambda name, revision: str(tmp_path / "card.md"))
     found = find_licence(facts(tmp_path).recipe, "d149729")
     assert found == Licence(("other",), "qwen", "https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/LICENSE")
 
@@ -168,9 +168,9 @@ def test_a_hub_that_does_not_answer_only_leaves_the_licence_unknown(tmp_path, mo
     import threading
 
     never = threading.Event()
-    monkeypatch.setattr("tunebook.licence.SECONDS", 0.05)
+    monkeypatch.setattr("tunebook.card.licence.SECONDS", 0.05)
     for find in (lambda *_: never.wait(), lambda *_: 1 / 0):
-        monkeypatch.setattr("tunebook.licence._find_card", find)
+        monkeypatch.setattr("tunebook.card.licence._find_card", find)
         assert find_licence(facts(tmp_path).recipe, None) is None
     never.set()
 
@@ -259,7 +259,7 @@ def test_a_picture_that_cannot_be_drawn_costs_only_the_picture(tmp_path, monkeyp
     def broken(events):
         raise ImportError("no module PIL")
 
-    monkeypatch.setattr("tunebook.card_files.draw_losses", broken)
+    monkeypatch.setattr("tunebook.card.files.draw_losses", broken)
     other = tmp_path / "other"
     [note] = write_card(other, facts(tmp_path), events)
     assert "no module PIL" in note and [path.name for path in other.iterdir()] == ["README.md"]
@@ -302,7 +302,7 @@ def test_a_card_that_cannot_be_made_does_not_cost_the_run(tmp_path, monkeypatch)
     assert write_run_cards(given.recipe, plan, summary) == ()
     card = (tmp_path / "run" / "README.md").read_text()
     assert 'path = "adapter"' in card and 'path = "."' in (tmp_path / "run" / "adapter" / "README.md").read_text()
-    monkeypatch.setattr("tunebook.card_files.render_card", lambda *_: 1 / 0)
+    monkeypatch.setattr("tunebook.card.files.render_card", lambda *_: 1 / 0)
     [note] = write_run_cards(given.recipe, plan, summary)
     assert "could not be written (ZeroDivisionError" in note and f"tunebook export {tmp_path / 'run'}" in note
 

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 import training_scenarios
 from finished_runs import finished_place
 from tiny_training import build_base, build_data
-from tunebook.adapter import adapter_tensors, tensor_sha256
-from tunebook.chat import ONE_BY_ONE, Talk, chat
 from tunebook.data.conversation import Message
-from tunebook.finished import Finished, open_finished
-from tunebook.process_group import process_group
-from tunebook.trained import before_training, load_trained
+from tunebook.export.finished import Finished, open_finished
+from tunebook.launching.process_group import process_group
+from tunebook.launching.world import World
+from tunebook.model.adapter import adapter_tensors, tensor_sha256
 from tunebook.training.run import train
-from tunebook.world import World
+from tunebook.using.chat import ONE_BY_ONE, Talk, chat
+from tunebook.using.trained import before_training, load_trained
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def answer_of(model, prompt_ids, num_tokens=6):
 def test_the_model_that_answers_is_the_trained_one(finished, monkeypatch, capsys):
     trained = load_trained(finished)
     assert tensor_sha256(adapter_tensors(trained.model)) == finished.summary["adapter_sha256"]
-    monkeypatch.setattr("tunebook.chat.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.using.chat.open_finished", lambda *given: finished)
     chat("runs/run", ["Hello", "/nothing", " \n", "never asked"], max_new_tokens=5)
     said = capsys.readouterr()
     [prompt] = [trained.tokenizer.encode("Hello<|end|>", add_special_tokens=False)]
@@ -124,7 +124,7 @@ def test_ctrl_c_stops_the_answer_only(talk, monkeypatch, capsys):
         pieces.append(text)
 
     pieces = []
-    monkeypatch.setattr("tunebook.chat.show_piece", show)
+    monkeypatch.setattr("tunebook.using.chat.show_piece", show)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     talk.hear("Hello")
     assert "(stopped)" in capsys.readouterr().err

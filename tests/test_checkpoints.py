@@ -4,8 +4,15 @@ import json
 
 import pytest
 
-from tunebook.checkpoints import NotWhole, check_whole, delete_older, find_newest, finish_checkpoint, list_checkpoints
-from tunebook.writing import folder_beside
+from tunebook.runs.checkpoints import (
+    NotWhole,
+    check_whole,
+    delete_older,
+    find_newest,
+    finish_checkpoint,
+    list_checkpoints,
+)
+from tunebook.system.writing import folder_beside
 
 
 def save(folder, step, content="weights", best=None):

@@ -6,9 +6,9 @@ import pytest
 
 from broken_off import RECIPE, adapter_of, largest_difference, make_place, summary_of
 from finished_runs import finished_place, train_in
-from tunebook.memory import GIB
-from tunebook.memory_limit import VARIABLE
-from tunebook.memory_plan import TIGHT
+from tunebook.plan.memory import GIB
+from tunebook.plan.memory_limit import VARIABLE
+from tunebook.plan.memory_plan import TIGHT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes in all: in `make test-slow`
 # By its plan micro-batch 8 fits into so much with checkpointing alone, and up to 4 in either way.
@@ -127,9 +127,9 @@ def build(tmp_path):
     from transformers import AutoTokenizer
 
     from tiny_training import build_base, build_data, build_recipe, plan_of
-    from tunebook.process_group import start_process_group, stop_process_group
+    from tunebook.launching.process_group import start_process_group, stop_process_group
+    from tunebook.launching.world import World
     from tunebook.training.ready import build_run
-    from tunebook.world import World
 
     base, data, world = build_base(tmp_path / "base"), build_data(), World()
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -13,9 +13,9 @@ import pytest
 from architectures import ARCHITECTURES, build_architecture
 from copying_scenarios import RECIPE, copy_recipe, write_rows
 from tunebook.errors import Refused
-from tunebook.plan import build_plan
+from tunebook.launching.world import World
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes in all: in `make test-slow`
 TESTS = Path(__file__).parent

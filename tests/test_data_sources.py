@@ -9,7 +9,7 @@ from tiny_data import build_recipe, write_jsonl
 from tiny_models import build_tiny_tokenizer
 from tunebook.data.prepare import prepare_data, write_quarantine
 from tunebook.errors import Refused
-from tunebook.planning import render_data
+from tunebook.plan.planning import render_data
 
 pytestmark = pytest.mark.slow
 

@@ -5,12 +5,12 @@ from collections import Counter
 import pyarrow as pa
 import pytest
 
-from tunebook.batch_arithmetic import count_held_out
 from tunebook.data.drawing import Draw
 from tunebook.data.labels import IGNORED, label_schema, label_turns
 from tunebook.data.overflow import Overflow
 from tunebook.data.split import EVALUATION_FILE, TRAIN_FILE, HeldOut, write_splits
 from tunebook.data.tokens import EncodedTurn
+from tunebook.plan.arithmetic import count_held_out
 
 
 def write_labelled(path, ordinals, batch_rows=7):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from tunebook.streaming import ShownAnswer, without_controls
 from tunebook.training.decoding import (
     Limits,
     SeededSampling,
@@ -14,6 +13,7 @@ from tunebook.training.decoding import (
     stop_ids,
     write_batch,
 )
+from tunebook.using.streaming import ShownAnswer, without_controls
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import tunebook.doctor
-from tunebook.doctor import examine, find_known_bad, find_versions, has_avx512_bf16, tell_trial
-from tunebook.group_trial import Trial, try_group
-from tunebook.launch_command import Surroundings
+import tunebook.commands.doctor
+from tunebook.commands.doctor import examine, find_known_bad, find_versions, has_avx512_bf16, tell_trial
+from tunebook.commands.group_trial import Trial, try_group
+from tunebook.launching.command import Surroundings
 
 
 def children():
@@ -30,7 +30,7 @@ def test_another_version_and_a_missing_package_are_bad(monkeypatch):
             raise PackageNotFoundError(name)
         return "4.1.0" if name == "transformers" else version(name)
 
-    monkeypatch.setattr(tunebook.doctor, "version", other)
+    monkeypatch.setattr(tunebook.commands.doctor, "version", other)
     found = {finding.what: finding for finding in find_versions()}
     assert found["transformers"].kind == found["peft"].kind == "bad"
     assert (
@@ -50,13 +50,15 @@ def test_another_version_and_a_missing_package_are_bad(monkeypatch):
     ],
 )
 def test_what_is_known_to_misbehave_is_said(monkeypatch, around, environ, kind, text):
-    monkeypatch.setattr(tunebook.doctor, "look_around", lambda environ: around)
+    monkeypatch.setattr(tunebook.commands.doctor, "look_around", lambda environ: around)
     assert [finding.kind for finding in find_known_bad(environ) if text in finding.text] == [kind]
 
 
 def test_a_quiet_machine_has_nothing_to_say(monkeypatch):
-    monkeypatch.setattr(tunebook.doctor, "look_around", lambda environ: Surroundings(num_gpus=2, has_gpu_node=True))
-    monkeypatch.setattr(tunebook.doctor, "has_avx512_bf16", lambda: False)
+    monkeypatch.setattr(
+        tunebook.commands.doctor, "look_around", lambda environ: Surroundings(num_gpus=2, has_gpu_node=True)
+    )
+    monkeypatch.setattr(tunebook.commands.doctor, "has_avx512_bf16", lambda: False)
     assert find_known_bad({}) == []
 
 
@@ -65,7 +67,7 @@ def test_bitsandbytes_and_avx512_bf16(tmp_path, monkeypatch):
     assert has_avx512_bf16(tmp_path / "cpuinfo") and not has_avx512_bf16(tmp_path / "nowhere")
     (tmp_path / "cpuinfo").write_text("flags\t: avx512f\n")
     assert not has_avx512_bf16(tmp_path / "cpuinfo")
-    monkeypatch.setattr(tunebook.doctor, "has_avx512_bf16", lambda: True)
+    monkeypatch.setattr(tunebook.commands.doctor, "has_avx512_bf16", lambda: True)
     assert any("guarded" in finding.text for finding in find_known_bad({}))
 
 

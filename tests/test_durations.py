@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.durations import plan_duration, read_gpu, read_step_seconds, step_seconds_of
 from tunebook.errors import Refused
-from tunebook.plan import Plan, build_plan, with_rows
+from tunebook.launching.world import world_of
+from tunebook.model.shapes import find_shape
+from tunebook.plan.durations import plan_duration, read_gpu, read_step_seconds, step_seconds_of
+from tunebook.plan.plan import Plan, build_plan, with_rows
 from tunebook.recipe.reading import load_recipe
-from tunebook.shapes import find_shape
-from tunebook.world import world_of
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from fork_server import shared_server
 from tunebook.data.prepare import prepare_data
 from tunebook.data.tokenizer import tokenizer_of
 from tunebook.errors import Refused
-from tunebook.evaluate import Evaluation, as_words, evaluate, measure_here
-from tunebook.finished import open_finished
-from tunebook.trained import load_trained
+from tunebook.export.finished import open_finished
+from tunebook.launching.world import World
 from tunebook.training.batches import pad_right, tensors_of
-from tunebook.world import World
+from tunebook.using.evaluate import Evaluation, as_words, evaluate, measure_here
+from tunebook.using.trained import load_trained
 
 pytestmark = pytest.mark.slow
 

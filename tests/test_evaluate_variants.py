@@ -6,11 +6,11 @@ import pytest
 
 from broken_off import make_place, summary_of
 from finished_runs import train_in
-from tunebook.chat import Talk
-from tunebook.evaluate import Evaluation, evaluate
-from tunebook.finished import open_finished
-from tunebook.trained import load_trained
-from tunebook.world import World
+from tunebook.export.finished import open_finished
+from tunebook.launching.world import World
+from tunebook.using.chat import Talk
+from tunebook.using.evaluate import Evaluation, evaluate
+from tunebook.using.trained import load_trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

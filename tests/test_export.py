@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 from broken_off import adapter_of, largest_difference
 from finished_runs import finished_place, train_in
 from tiny_data import CASES
-from tunebook.card_code import QUESTION
-from tunebook.cli import main
+from tunebook.card.code import QUESTION
+from tunebook.commands.cli import main
 from tunebook.data.conversation import pair
 from tunebook.data.tokens import TurnEncoder
 from tunebook.errors import Refused
-from tunebook.export import export
-from tunebook.finished import open_finished
-from tunebook.quiet import quiet_libraries
-from tunebook.trained import load_trained
+from tunebook.export.export import export
+from tunebook.export.finished import open_finished
+from tunebook.system.quiet import quiet_libraries
 from tunebook.training.summary import RunSummary
+from tunebook.using.trained import load_trained
 
 pytestmark = pytest.mark.slow
 IDS = torch.arange(40, 72).reshape(2, 16)
@@ -227,7 +227,7 @@ def test_what_is_no_source_or_no_target_is_refused(place, tmp_path, monkeypatch,
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tunebook.export.put_in_place", full_disk)
+    monkeypatch.setattr("tunebook.export.export.put_in_place", full_disk)
     with pytest.raises(Refused, match="No space left"):
         export("runs/recipe", str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"

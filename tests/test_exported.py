@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from broken_off import adapter_of, largest_difference
 from finished_runs import finished_place, train_in
 from tunebook.errors import Refused
-from tunebook.exported import export_checkpoint, exported_folder
-from tunebook.finished import open_finished
-from tunebook.model import keep_4bit_weights
-from tunebook.quiet import quiet_libraries
-from tunebook.trained import load_trained
+from tunebook.export.exported import export_checkpoint, exported_folder
+from tunebook.export.finished import open_finished
+from tunebook.model.model import keep_4bit_weights
+from tunebook.system.quiet import quiet_libraries
+from tunebook.using.trained import load_trained
 
 pytestmark = pytest.mark.slow
 IDS = torch.arange(40, 72).reshape(2, 16)

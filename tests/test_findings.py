@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from tiny_training import build_recipe
-from tunebook.findings import find_stop_problems
+from tunebook.plan.findings import find_stop_problems
 
 pytestmark = pytest.mark.slow
 STOP = 1

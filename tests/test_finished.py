@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from tunebook.checkpoints import PROGRESS, finish_checkpoint
 from tunebook.errors import Refused
-from tunebook.finished import open_finished
-from tunebook.publishing import check_run
+from tunebook.export.finished import open_finished
+from tunebook.hub.publishing import check_run
 from tunebook.recipe.schema import HubSection
+from tunebook.runs.checkpoints import PROGRESS, finish_checkpoint
 
 RECIPE = "model: {name_or_path: base}\nlora: {r: 4}\ndata: {path: gone.jsonl, template: gone.jinja}\n"
 

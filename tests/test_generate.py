@@ -6,9 +6,9 @@ import pytest
 
 from finished_runs import finished_place
 from tunebook.errors import Refused
-from tunebook.finished import open_finished
-from tunebook.generate import Drawing, check_drawing, generate
-from tunebook.trained import load_trained
+from tunebook.export.finished import open_finished
+from tunebook.using.generate import Drawing, check_drawing, generate
+from tunebook.using.trained import load_trained
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_drawn_answers_are_those_of_seed_and_row(place, tmp_path):
 
 
 def test_nothing_is_written_where_a_prompt_is_bad(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunebook.generate.load_trained", lambda finished: pytest.fail("weights are loaded"))
+    monkeypatch.setattr("tunebook.using.generate.load_trained", lambda finished: pytest.fail("weights are loaded"))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     rows = [{"prompt": "fine"}, {"prompt": turns}, {"prompt": "word " * 3000}]
     prompts = write(tmp_path / "prompts.jsonl", rows)

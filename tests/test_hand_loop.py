@@ -4,8 +4,8 @@ import pytest
 
 from checkout import ROOT
 from tiny_data import write_jsonl
-from tunebook.entry import say_failed
 from tunebook.errors import Refused, TrainingFailed
+from tunebook.launching.entry import say_failed
 from tunebook.recipe.hand_loop import check_hand_loop
 from tunebook.recipe.reading import load_recipe
 
@@ -66,7 +66,7 @@ def test_shipped_recipes_with_the_usual_optimizer_can_be_trained_by_hand():
 
 
 def test_a_failure_of_all_ranks_is_said_by_rank_0_alone_and_one_of_a_rank_by_itself(capsys, monkeypatch):
-    monkeypatch.setattr("tunebook.entry.SECONDS_FOR_RANK_0", 0.0)
+    monkeypatch.setattr("tunebook.launching.entry.SECONDS_FOR_RANK_0", 0.0)
     for rank in (0, 1):
         say_failed(TrainingFailed("the loss became nan"), rank)
     assert capsys.readouterr().err == "failed: the loss became nan\n"

@@ -12,7 +12,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from tunebook.quiet import quiet_libraries
+from tunebook.system.quiet import quiet_libraries
 from tunebook.training import head_loss
 from tunebook.training.batches import FILLER, join_rows, pad_right, tensors_of
 from tunebook.training.head_loss import HeadLoss

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_promises import watched
 from tiny_training import build_base, build_data
 from training_scenarios import run_of
-from tunebook.process_group import start_process_group, stop_process_group
-from tunebook.world import World
+from tunebook.launching.process_group import start_process_group, stop_process_group
+from tunebook.launching.world import World
 
 pytestmark = pytest.mark.slow
 WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}

@@ -4,13 +4,13 @@ import pytest
 from ruamel.yaml import YAML
 
 from tunebook.errors import Refused
-from tunebook.identity import recipe_identity
-from tunebook.plan import build_plan
+from tunebook.launching.world import world_of
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.copying import render_copy
 from tunebook.recipe.hand_loop import check_hand_loop
 from tunebook.recipe.hub_checks import explain_branch, explain_repo
 from tunebook.recipe.reading import load_recipe, write_resolved
-from tunebook.world import world_of
+from tunebook.runs.identity import recipe_identity
 
 BASE = """model:
   name_or_path: some/model

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import Refused
-from tunebook.hub_client import cleaned
-from tunebook.hub_files import HubFile, find_leaks, list_files, render_public_recipe
-from tunebook.hub_push import why_not_writable
-from tunebook.publishing import check_run, publish_by_hand
+from tunebook.hub.client import cleaned
+from tunebook.hub.files import HubFile, find_leaks, list_files, render_public_recipe
+from tunebook.hub.publishing import check_run, publish_by_hand
+from tunebook.hub.push import why_not_writable
 from tunebook.recipe.schema import HubSection
 
 RECIPE = "model:\n  name_or_path: org/tiny\nlora: {}\ndata:\n  path: /some/where/rows.jsonl\n"

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tunebook.identity import find_differences, find_taken_over, folder_digest, recipe_identity, taken_over
-from tunebook.plan import build_plan
+from tunebook.launching.world import World, world_of
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.world import World, world_of
+from tunebook.runs.identity import find_differences, find_taken_over, folder_digest, recipe_identity, taken_over
 
 RECIPE = """
 model: {name_or_path: a/b, dtype: float32}

@@ -13,7 +13,7 @@ import pytest
 
 from launched_ranks import LAUNCHER, clean_environ, launch_in_process
 from tunebook.errors import Refused
-from tunebook.launch import find_script, launch
+from tunebook.launching.launch import find_script, launch
 
 # One rank that ends as it is told and says in a file what it is, or was asked to do.
 RANK_SCRIPT = """
@@ -32,7 +32,7 @@ def stop(number, frame):
 
 if how == "refuse":
     from tunebook.errors import Problem, Refused
-    from tunebook.refusal import exit_refused
+    from tunebook.launching.refusal import exit_refused
     try:
         exit_refused(Refused([Problem("a is wrong"), Problem("b is wrong")]))
     except SystemExit as left:

@@ -3,7 +3,7 @@
 import pytest
 
 from pretended_worlds import ARGV, TYPED, accelerate, read
-from tunebook.launch_command import LaunchCommand, read_launch_command
+from tunebook.launching.command import LaunchCommand, read_launch_command
 
 
 class TestFewerThanAskedFor:

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from checkout import ROOT
 from launched_ranks import clean_environ, run
-from tunebook import cli
+from tunebook.commands import cli
 from tunebook.errors import Refused
 
 RECIPE = "recipes/qwen7b_qlora.yaml"
@@ -270,8 +270,8 @@ for line in sys.argv[1:]:
 
 
 def test_a_refusal_is_one():
-    from tunebook.command_line import read_command
-    from tunebook.launch_files import check_job
+    from tunebook.launching.command_line import read_command
+    from tunebook.launching.files import check_job
 
     check_job("torchrun", read_command([RECIPE, "--fresh"]), [RECIPE, "--fresh"])
     with pytest.raises(Refused, match="--plan starts nothing"):

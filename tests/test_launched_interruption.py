@@ -21,7 +21,7 @@ LAUNCH = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"],
     "restarting": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1"],
     "accelerate": ["-m", "accelerate.commands.launch", "--num_processes=1"],
-    "tunebook": ["-c", "from tunebook.cli import main; main()", "launch"],
+    "tunebook": ["-c", "from tunebook.commands.cli import main; main()", "launch"],
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tiny_training import build_recipe
-from tunebook.licence import find_licence
+from tunebook.card.licence import find_licence
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_the_hub_is_asked_for_is_said(tmp_path, monkeypatch, capsys):
     def ask(name, revision):
         logging.getLogger("huggingface_hub.utils._http").warning("'no name' thrown while requesting HEAD https://h/x")
 
-    monkeypatch.setattr("tunebook.licence._find_card", ask)
+    monkeypatch.setattr("tunebook.card.licence._find_card", ask)
     recipe = build_recipe(str(tmp_path))
     model = recipe.model.model_copy(update={"base_id": "org/tiny"})
     assert find_licence(replace(recipe, model=model), None) is None

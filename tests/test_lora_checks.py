@@ -3,9 +3,9 @@
 import pytest
 
 from tunebook.errors import Refused
-from tunebook.plan import build_plan
+from tunebook.launching.world import world_of
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.world import world_of
 
 NF4 = "quantization: {load_in_4bit: true}"
 EIGHT = "quantization: {load_in_8bit: true}"

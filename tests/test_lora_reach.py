@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tiny_training import LORA, NF4, build_recipe
-from tunebook.base_checks import find_lora_problems
-from tunebook.lora_reach import adapted_modules
-from tunebook.model_findings import find_hub_problems
-from tunebook.quiet import quiet_libraries
-from tunebook.shapes import find_shape
+from tunebook.model.base_checks import find_lora_problems
+from tunebook.model.lora_reach import adapted_modules
+from tunebook.model.shapes import find_shape
+from tunebook.plan.model_findings import find_hub_problems
+from tunebook.system.quiet import quiet_libraries
 
 pytestmark = pytest.mark.slow
 QV, STARTS = ["q_proj", "v_proj"], ("pissa", "pissa_niter_4", "olora")
@@ -170,7 +170,7 @@ def test_a_model_of_the_hub_is_refused_by_what_is_known_of_its_config(monkeypatc
     assert found("Qwen/Qwen2.5-0.5B", **wrong) == ["lora.target_modules"]
     assert found("Qwen/Qwen2.5-7B", **wrong) == [], "its head is not tied"
     assert found("Qwen/Qwen2.5-7B", target_modules=QV, exclude_modules=["v_proj"]) == ["lora.exclude_modules"]
-    monkeypatch.setattr("tunebook.model.build_hollow", None)
+    monkeypatch.setattr("tunebook.model.model.build_hollow", None)
     assert found("Qwen/Qwen2.5-7B", target_modules=QV) == [], "what the shape tells needs no model"
 
 
@@ -189,7 +189,7 @@ def test_a_model_of_the_hub_is_refused_by_what_is_known_of_its_config(monkeypatc
 def test_what_is_adapted_is_what_peft_adapts(lora):
     from peft import LoraConfig, get_peft_model
 
-    from tunebook.lora_targets import chosen_targets
+    from tunebook.model.lora_targets import chosen_targets
 
     model = hollow()
     said = adapted_modules(model, lora)

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from tunebook.meeting import RanksAbsent, call_roll, has_address
-from tunebook.process_group import no_group
-from tunebook.world import World
+from tunebook.launching.process_group import no_group
+from tunebook.launching.world import World
+from tunebook.system.meeting import RanksAbsent, call_roll, has_address
 
 SHORT = timedelta(seconds=0.3)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from memory_cases import CASES, Case
-from tunebook.memory import CUDA_CONTEXT_BYTES, GIB, Storage, Work, find_largest, predict_memory
-from tunebook.memory_plan import plan_memory
-from tunebook.plan import build_plan
+from tunebook.launching.world import world_of
+from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters, find_shape
+from tunebook.plan.memory import CUDA_CONTEXT_BYTES, GIB, Storage, Work, find_largest, predict_memory
+from tunebook.plan.memory_plan import plan_memory
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.shapes import ModelShape, build_shape, count_lora_parameters, find_shape
-from tunebook.world import world_of
 
 GB = 1e9
 WITHIN = 0.15

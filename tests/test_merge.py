@@ -17,20 +17,20 @@ from finished_runs import finished_place, train_in
 from test_new_tokens import recipe_for
 from tiny_data import CASES, SHARED
 from tiny_models import build_tiny_model
-from tunebook.computing import computed_in
 from tunebook.data.prepare import prepare_data
 from tunebook.data.tokenizer import tokenizer_of
 from tunebook.errors import Refused
-from tunebook.finished import Finished, open_finished
-from tunebook.merge import merge
-from tunebook.merging import Scratch
-from tunebook.plan import build_plan, with_split
-from tunebook.process_group import process_group
-from tunebook.quiet import quiet_libraries
-from tunebook.trained import load_trained
+from tunebook.export.finished import Finished, open_finished
+from tunebook.launching.process_group import process_group
+from tunebook.launching.world import World
+from tunebook.merge.computing import computed_in
+from tunebook.merge.merge import merge
+from tunebook.merge.merging import Scratch
+from tunebook.plan.plan import build_plan, with_split
+from tunebook.system.quiet import quiet_libraries
 from tunebook.training.ready import build_run
 from tunebook.training.run import train
-from tunebook.world import World
+from tunebook.using.trained import load_trained
 
 pytestmark = pytest.mark.slow
 IDS = torch.arange(40, 104).reshape(2, 32)
@@ -174,7 +174,7 @@ def test_a_model_that_would_not_stop_fails(place, tmp_path, monkeypatch, capsys)
     def copy_others(source, target):
         target.write_text(json.dumps({"eos_token_id": [7]}))
 
-    monkeypatch.setattr("tunebook.saved_model.shutil.copyfile", copy_others)
+    monkeypatch.setattr("tunebook.merge.saved_model.shutil.copyfile", copy_others)
     assert merge("runs/recipe", str(tmp_path / "merged")) == 1
     assert "failed: it stops at [7] instead of" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -264,9 +264,9 @@ def test_added_tokens_are_in_the_merged_model(tmp_path, monkeypatch, tied):
         planned = with_split(plan, data.num_train_rows, data.num_eval_rows, {})
         live = train(build_run(recipe, planned, World(), tokenizer, data)).run.model
     finished = Finished(tmp_path / "run", recipe, {}, plan)
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
-    monkeypatch.setattr("tunebook.merge._write_card", lambda *given: None)  # of a run without a plan
-    monkeypatch.setattr("tunebook.merge.card_facts", lambda finished: None)
+    monkeypatch.setattr("tunebook.merge.merge.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.merge.merge._write_card", lambda *given: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.merge.card_facts", lambda finished: None)
     assert merge("run", str(tmp_path / "merged")) == 0
     merged, saved = load(tmp_path / "merged"), AutoTokenizer.from_pretrained(tmp_path / "merged")
     rows = merged.get_input_embeddings().weight

@@ -9,9 +9,9 @@ import pytest
 
 from tiny_training import build_recipe
 from tunebook.errors import Refused
-from tunebook.finished import Finished
-from tunebook.merge import merge
-from tunebook.merge_target import check_room, find_merge_problems, new_folder
+from tunebook.export.finished import Finished
+from tunebook.merge.merge import merge
+from tunebook.merge.target import check_room, find_merge_problems, new_folder
 
 
 def finished_in(tmp_path, lora=True):
@@ -86,7 +86,7 @@ def test_a_run_without_adapter_is_refused_with_what_to_use(tmp_path):
 
 def test_all_is_told_together_and_nothing_is_imported_for_it(tmp_path, monkeypatch):
     finished = finished_in(tmp_path, lora=False)
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.merge.merge.open_finished", lambda *given: finished)
     had_torch = "torch" in sys.modules
     with pytest.raises(Refused, match="3 problems"):
         merge("runs/tiny", str(finished.adapter), "nf4")
@@ -120,7 +120,7 @@ def test_a_disk_without_room_is_refused(tmp_path):
     ],
 )
 def test_what_is_needed_is_said_in_a_unit_that_shows_it(tmp_path, monkeypatch, number, shown):
-    monkeypatch.setattr("tunebook.merge_target.shutil.disk_usage", lambda place: SimpleNamespace(free=number))
+    monkeypatch.setattr("tunebook.merge.target.shutil.disk_usage", lambda place: SimpleNamespace(free=number))
     with pytest.raises(Refused, match=f"2,048.00 GiB are needed there while it is made, and {shown} are free"):
         check_room(tmp_path / "new", 2**41)
 

@@ -7,14 +7,14 @@ import torch
 import transformers
 
 from tiny_training import LORA, NF4, STOP, build_base
-from tunebook.adapter import write_adapter
 from tunebook.errors import Refused
-from tunebook.finished import Finished
-from tunebook.merge import merge
-from tunebook.process_group import process_group
-from tunebook.quiet import quiet_libraries
+from tunebook.export.finished import Finished
+from tunebook.launching.process_group import process_group
+from tunebook.launching.world import World
+from tunebook.merge.merge import merge
+from tunebook.model.adapter import write_adapter
+from tunebook.system.quiet import quiet_libraries
 from tunebook.training.run import build_trainer
-from tunebook.world import World
 from variant_scenarios import NEW, VARIANTS, run_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -82,9 +82,9 @@ def train_two_steps(folder, name, recipe):
 
 
 def check_merge(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunebook.merge.open_finished", lambda *given: finished)
-    monkeypatch.setattr("tunebook.merge._write_card", lambda *given: None)  # of a run without a plan
-    monkeypatch.setattr("tunebook.merge.card_facts", lambda finished: None)
+    monkeypatch.setattr("tunebook.merge.merge.open_finished", lambda *given: finished)
+    monkeypatch.setattr("tunebook.merge.merge._write_card", lambda *given: None)  # of a run without a plan
+    monkeypatch.setattr("tunebook.merge.merge.card_facts", lambda finished: None)
     for dtype in ("float32", "bfloat16"):
         assert merge("run", str(tmp_path / dtype), dtype) == 0, dtype
 

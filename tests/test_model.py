@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-import tunebook.model
+import tunebook.model.model
 from tiny_training import LORA, NF4, build_base, build_data, build_recipe, plan_of
-from tunebook.adapter import adapter_tensors, tensor_sha256
 from tunebook.errors import Refused
-from tunebook.lora_targets import short_names
-from tunebook.model import build_model, check_positions
-from tunebook.world import World
+from tunebook.launching.world import World
+from tunebook.model.adapter import adapter_tensors, tensor_sha256
+from tunebook.model.lora_targets import short_names
+from tunebook.model.model import build_model, check_positions
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def refused(recipe, tokenizer, monkeypatch) -> str:
     def read_weights(*args, **kwargs):
         raise AssertionError("weights were read before the refusal")
 
-    monkeypatch.setattr(tunebook.model, "load_base", read_weights)
+    monkeypatch.setattr(tunebook.model.model, "load_base", read_weights)
     with pytest.raises(Refused) as refusal:
         built(recipe, tokenizer)
     return refusal.value.render()

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tunebook import network
-from tunebook.network import check_reached, find_interface, name_interface
+from tunebook.system import network
+from tunebook.system.network import check_reached, find_interface, name_interface
 
 
 def launched(address, port=29500, rank=2, size=4, local=2, **more):

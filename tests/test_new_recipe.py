@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkout import ROOT
+from tunebook.commands.new_recipe import check_target, create_recipe, find_source, write_new
 from tunebook.errors import Refused
-from tunebook.new_recipe import check_target, create_recipe, find_source, write_new
 from tunebook.recipe.copying import quoted, render_copy
 from tunebook.recipe.reading import load_recipe
 from tunebook.recipe.source import read_source

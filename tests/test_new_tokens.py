@@ -12,12 +12,12 @@ from tiny_models import build_tiny_model
 from tunebook.data.prepare import prepare_data
 from tunebook.data.tokenizer import tokenizer_of
 from tunebook.errors import Refused
-from tunebook.new_tokens import make_room, start_rows, trained_rows
-from tunebook.plan import build_plan, with_split
-from tunebook.process_group import process_group
-from tunebook.quiet import quiet_libraries
+from tunebook.launching.process_group import process_group
+from tunebook.launching.world import World
+from tunebook.model.new_tokens import make_room, start_rows, trained_rows
+from tunebook.plan.plan import build_plan, with_split
 from tunebook.recipe.reading import load_recipe
-from tunebook.world import World
+from tunebook.system.quiet import quiet_libraries
 
 pytestmark = pytest.mark.slow
 TOKENS = ["<|tool|>", "<|obs|>"]
@@ -37,7 +37,7 @@ training: {{global_batch_size: 4, per_device_train_batch_size: 2, learning_rate:
 @pytest.mark.parametrize("saved", [None, ["embed_tokens"]])
 def test_a_model_with_new_tokens_is_looked_at_before_training(tmp_path, saved):
     """Wrapped by peft, its embedding has no number of rows, which packing and the loss at the head ask for."""
-    from tunebook.model import build_model
+    from tunebook.model.model import build_model
     from tunebook.training.head_loss import HeadLoss
     from tunebook.training.packing import check_rows_apart
 

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from tunebook.errors import Refused
-from tunebook.out_files import check_out, write_out
+from tunebook.system.out_files import check_out, write_out
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
     def fail(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tunebook.writing.os.fsync", fail)
+    monkeypatch.setattr("tunebook.system.writing.os.fsync", fail)
     with pytest.raises(Refused, match="No space left on device"):
         write_out(path, "new\n")
     assert [one.name for one in tmp_path.iterdir()] == ["answers.jsonl"]

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tiny_training import NF4, build_base, build_data, build_recipe, plan_of
 from training_scenarios import run_of
 from tunebook.errors import Refused, TrainingFailed
-from tunebook.process_group import start_process_group, stop_process_group
+from tunebook.launching.process_group import start_process_group, stop_process_group
+from tunebook.launching.world import World
 from tunebook.training.batches import FILLER, BatchLayout, GlobalBatchSampler, join_rows, pad_right, tensors_of
 from tunebook.training.failures import explaining
 from tunebook.training.packing import check_rows_apart, measure_apart
 from tunebook.training.row_masks import attention_of, known_rows
-from tunebook.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from tunebook import cli
+from tunebook.commands import cli
 from tunebook.errors import Refused
-from tunebook.finished import open_finished
-from tunebook.identity import folder_digest
-from tunebook.past_base import base_stops, check_base, has_its_base, lost_data
-from tunebook.run_folder import read_summary
+from tunebook.export.finished import open_finished
+from tunebook.export.past_base import base_stops, check_base, has_its_base, lost_data
+from tunebook.runs.folder import read_summary
+from tunebook.runs.identity import folder_digest
 
 WORDS = {
     "chat": [],

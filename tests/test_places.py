@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tunebook.places import check_data_path, check_model_path, is_local, is_local_data, list_data_files
+from tunebook.system.places import check_data_path, check_model_path, is_local, is_local_data, list_data_files
 
 ROW = '{"instruction": "a", "output": "b"}\n'
 
@@ -147,7 +147,7 @@ def test_an_unreadable_file_is_refused(folder):
 
 
 def test_looking_at_places_imports_nothing_heavy():
-    code = "import sys, tunebook.places; print(*(name for name in ('torch', 'datasets', 'transformers', 'huggingface_hub') if name in sys.modules))"  # noqa: E501
+    code = "import sys, tunebook.system.places; print(*(name for name in ('torch', 'datasets', 'transformers', 'huggingface_hub') if name in sys.modules))"  # noqa: E501
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
 
 

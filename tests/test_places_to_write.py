@@ -7,13 +7,13 @@ import pytest
 
 from past_run_folders import step, write_run
 from tiny_training import build_recipe
-from tunebook.cli import main
+from tunebook.commands.cli import main
 from tunebook.errors import Refused
-from tunebook.finished import Finished
-from tunebook.merge_target import find_merge_problems, new_folder
-from tunebook.out_files import check_out, write_out
-from tunebook.run_report import write_report
-from tunebook.writing import find_fault_of_place, folder_to_fill, write_whole
+from tunebook.export.finished import Finished
+from tunebook.merge.target import find_merge_problems, new_folder
+from tunebook.runs.report import write_report
+from tunebook.system.out_files import check_out, write_out
+from tunebook.system.writing import find_fault_of_place, folder_to_fill, write_whole
 
 LINKS = {
     "to_file": "kept/file",
@@ -30,7 +30,7 @@ LINKS = {
 def here(tmp_path, monkeypatch):
     """A folder to stand in, with links, and with a folder `system` that stands for /dev."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tunebook.writing.SYSTEM_FOLDERS", (str(tmp_path / "system"),))
+    monkeypatch.setattr("tunebook.system.writing.SYSTEM_FOLDERS", (str(tmp_path / "system"),))
     for name in ("kept", "system"):
         (tmp_path / name).mkdir()
     (tmp_path / "kept" / "file").write_text("old")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.command_line import read_command
 from tunebook.errors import Refused
-from tunebook.plan import build_plan, with_rows
+from tunebook.launching.command_line import read_command
+from tunebook.launching.world import World, world_of
+from tunebook.model.shapes import build_shape, count_lora_parameters, find_shape
+from tunebook.plan.plan import build_plan, with_rows
 from tunebook.recipe.reading import load_recipe
-from tunebook.shapes import build_shape, count_lora_parameters, find_shape
-from tunebook.world import World, world_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -196,7 +196,7 @@ def test_counted_parameters_are_those_of_the_model_itself():
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tunebook.quiet import quiet_libraries
+    from tunebook.system.quiet import quiet_libraries
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 100, "head_dim": 16, "pad_token_id": 0}

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tunebook.command_line import read_command
-from tunebook.durations import plan_duration
-from tunebook.findings import find_data_warnings
-from tunebook.plan import build_plan, with_rows
+from tunebook.launching.command_line import read_command
+from tunebook.launching.world import world_of
+from tunebook.plan.durations import plan_duration
+from tunebook.plan.findings import find_data_warnings
+from tunebook.plan.plan import build_plan, with_rows
+from tunebook.plan.whole_plan import complete_plan
+from tunebook.plan.whole_plan_text import render_duration
 from tunebook.recipe.reading import load_recipe
 from tunebook.recipe.schema import DataSection
-from tunebook.whole_plan import complete_plan
-from tunebook.whole_plan_text import render_duration
-from tunebook.world import world_of
 
 
 @pytest.mark.parametrize(

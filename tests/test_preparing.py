@@ -8,7 +8,7 @@ import pytest
 
 from broken_off import make_place
 from fork_server import shared_server
-from tunebook import cli
+from tunebook.commands import cli
 
 pytestmark = pytest.mark.slow
 SLOW = {"FAULT": "slow_preparation", "FAULT_SECONDS": "12"}

@@ -17,8 +17,8 @@ import json, os, sys
 from pathlib import Path
 
 from tunebook.errors import Problem, Refused
-from tunebook.process_group import refuse_together, start_process_group, stop_process_group
-from tunebook.world import read_world
+from tunebook.launching.process_group import refuse_together, start_process_group, stop_process_group
+from tunebook.launching.world import read_world
 
 folder, with_trainer = Path(sys.argv[1]), "trainer" in sys.argv[2:]
 world = read_world()
@@ -87,8 +87,8 @@ import json, os, sys
 from pathlib import Path
 
 from tunebook.errors import Problem, Refused
-from tunebook.process_group import agree_on_refusal, process_group, start_process_group, stop_process_group
-from tunebook.world import World, read_world
+from tunebook.launching.process_group import agree_on_refusal, process_group, start_process_group, stop_process_group
+from tunebook.launching.world import World, read_world
 
 facts = {}
 def refusal(world, **variables):
@@ -193,7 +193,8 @@ def test_torchrun(tmp_path):
 @pytest.mark.slow
 def test_accelerate_started_one_process_although_two_were_asked_for(tmp_path):
     """Case P13: what accelerate leaves in the environment and on its command line is enough for the note."""
-    text = "from tunebook.world import read_world\nworld = read_world()\nprint(world.num_processes, *world.notes)\n"
+    text = "from tunebook.launching.world import read_world\nworld = read_world()\n"
+    text += "print(world.num_processes, *world.notes)\n"
     script = write(tmp_path, text)
     done = run(
         [BIN / "accelerate", "launch", "--cpu", "--num_processes", 2, script, "--num_processes", 9], clean_environ()

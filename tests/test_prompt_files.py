@@ -6,9 +6,9 @@ import pytest
 
 from tunebook.data.conversation import Message
 from tunebook.errors import Refused
-from tunebook.generate import shown_prompt
-from tunebook.prompt_files import read_prompts
 from tunebook.recipe.schema import DataSource
+from tunebook.using.generate import shown_prompt
+from tunebook.using.prompt_files import read_prompts
 
 ALPACA = DataSource(path="rows.jsonl", format="alpaca")
 HELLO = Message("user", "Hello")

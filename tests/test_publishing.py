@@ -71,8 +71,8 @@ def check_loads(files, place, folder):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tunebook.adapter import adapter_tensors, tensor_sha256
-    from tunebook.quiet import quiet_libraries
+    from tunebook.model.adapter import adapter_tensors, tensor_sha256
+    from tunebook.system.quiet import quiet_libraries
 
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -101,7 +101,7 @@ def test_a_push_that_fails_loses_nothing_and_the_printed_command_repeats_it(plac
 
     hub.fail()
     [again] = [line for line in life.output().splitlines() if line.startswith("again:")]
-    command = [sys.executable, "-m", "tunebook.cli", *shlex.split(again)[2:]]
+    command = [sys.executable, "-m", "tunebook.commands.cli", *shlex.split(again)[2:]]
     environ = clean_environ() | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(place / "home")}
     environ |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, check=False, timeout=60)

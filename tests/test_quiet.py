@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import tunebook.data  # noqa: F401  as every command that reads a model or data does
-from tunebook.quiet import hub_asked
+from tunebook.system.quiet import hub_asked
 
 REQUESTS = logging.getLogger("huggingface_hub.utils._http")
 [HANDLER] = [one for one in REQUESTS.handlers if type(one).__name__ == "OneWordOnTheHub"]

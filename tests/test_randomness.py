@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tunebook.plan import build_plan
-from tunebook.randomness import random_settings
+from tunebook.launching.world import World
+from tunebook.plan.plan import build_plan
+from tunebook.plan.randomness import random_settings
 from tunebook.recipe.reading import load_recipe
-from tunebook.world import World
 
 
 @pytest.fixture

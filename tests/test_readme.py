@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from checkout import ROOT, make_checkout, type_command
-from tunebook.command_line import read_command
+from tunebook.launching.command_line import read_command
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Lines that need what a test machine lacks carry this mark, and are checked through --plan.

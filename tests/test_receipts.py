@@ -11,8 +11,8 @@ from finished_runs import finished_place, train_in
 from fork_server import shared_server
 from past_run_folders import write_run
 from tunebook.errors import Refused
-from tunebook.past_runs import read_past_runs
-from tunebook.receipts import loss_band, part_means, read_receipt, receipt_path, write_receipt
+from tunebook.runs.past import read_past_runs
+from tunebook.runs.receipts import loss_band, part_means, read_receipt, receipt_path, write_receipt
 
 
 def entry(**values):
@@ -66,13 +66,13 @@ def place(tmp_path, monkeypatch):
         life = server.wait(server.start(list(words), num_processes, folder, log, **environ))
         return max(life.rank_codes())
 
-    monkeypatch.setattr("tunebook.launch.launch", launch)
+    monkeypatch.setattr("tunebook.launching.launch.launch", launch)
     return folder, started
 
 
 @pytest.mark.slow
 def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place, capsys):
-    from tunebook.bench_recipe import bench
+    from tunebook.commands.bench import bench
 
     folder, started = place
     assert bench("recipe.yaml", (), 1, 2) == 0
@@ -108,14 +108,14 @@ def _beside(receipt, run):
 
 @pytest.mark.slow
 def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_none(place, capsys, monkeypatch):
-    from tunebook.bench_recipe import bench
-    from tunebook.command_line import read_command
-    from tunebook.planning import show_plan
+    from tunebook.commands.bench import bench
+    from tunebook.launching.command_line import read_command
+    from tunebook.plan.planning import show_plan
     from tunebook.recipe.reading import load_recipe
 
     folder, _ = place
     [run] = read_past_runs(["runs/recipe"])
-    from tunebook.receipts import build_entry
+    from tunebook.runs.receipts import build_entry
 
     write_receipt(folder / "recipe.receipt.json", {**build_entry([run], [42]), "seconds_per_step": 7.25})
     words = ["recipe.yaml", "--plan", "--json", "--num-processes", "1", "--device", "cpu", "--run-dir", "runs/new"]
@@ -124,13 +124,13 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     time = json.loads(capsys.readouterr().out)["time"]
     assert time["step_seconds"] == 7.25 and "recipe.receipt.json" in time["source"]
     before = (folder / "recipe.receipt.json").read_bytes()
-    monkeypatch.setattr("tunebook.launch.launch", lambda *words: 75)
+    monkeypatch.setattr("tunebook.launching.launch.launch", lambda *words: 75)
     assert bench("recipe.yaml", (), 1, 3) == 75
     assert (folder / "recipe.receipt.json").read_bytes() == before
 
 
 def test_runs_of_other_values_or_without_identity_are_not_compared(tmp_path):
-    from tunebook.receipts import compare_with_receipt
+    from tunebook.runs.receipts import compare_with_receipt
 
     folder = write_run(tmp_path / "run")
     write_receipt(tmp_path / "mine.receipt.json", entry(identity={"training.optim": "another"}))

@@ -7,8 +7,8 @@ import pytest
 from jsonschema import Draft7Validator
 
 from checkout import ROOT
+from tunebook.commands.new_recipe import with_schema
 from tunebook.errors import Refused
-from tunebook.new_recipe import with_schema
 from tunebook.recipe.json_schema import build_schema
 from tunebook.recipe.names import SECTIONS, known_keys
 from tunebook.recipe.reading import load_recipe

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from tunebook.errors import Problem, Refused
-from tunebook.refusal import exit_refused
+from tunebook.launching.refusal import exit_refused
 
 RANK = """
 import json, os, sys, tempfile, time
-from tunebook import refusal
+from tunebook.launching import refusal
 from tunebook.errors import Problem, Refused
 delay, patience, messages = json.loads(sys.argv[1])
 tempfile.tempdir = os.environ["MEETING_PLACE"]
@@ -176,7 +176,7 @@ def test_nowhere_to_meet_is_said_by_each(tmp_path):
 def test_a_closed_pipe_gives_no_traceback_and_the_same_code():
     code = (
         "import sys, time; sys.stdin.readline(); print('x' * 10);"
-        "from tunebook.errors import Problem, Refused; from tunebook.refusal import exit_refused;"
+        "from tunebook.errors import Problem, Refused; from tunebook.launching.refusal import exit_refused;"
         "exit_refused(Refused(Problem('a is wrong')))"
     )
     environ = {"PATH": os.environ["PATH"]}  # without PYTHONUNBUFFERED: the line is still to be flushed

@@ -7,8 +7,8 @@ import pytest
 from browser import open_page
 from finished_runs import finished_place
 from past_run_folders import held_out, step, write_run
-from tunebook.past_runs import read_past_runs
-from tunebook.run_report import CURVES, render_report
+from tunebook.runs.past import read_past_runs
+from tunebook.runs.report import CURVES, render_report
 
 pytestmark = pytest.mark.slow
 

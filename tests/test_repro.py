@@ -11,11 +11,11 @@ from broken_off import make_place, summary_of
 from finished_runs import finished_place, train_in
 from fork_server import shared_server
 from past_run_folders import RECIPE, write_run
-from tunebook import repro
 from tunebook.errors import Refused
-from tunebook.past_differences import compare_results, find_other_contents
-from tunebook.past_runs import read_past_runs
-from tunebook.world import world_of
+from tunebook.launching.world import world_of
+from tunebook.runs import repro
+from tunebook.runs.differences import compare_results, find_other_contents
+from tunebook.runs.past import read_past_runs
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def place(tmp_path, monkeypatch):
         life = server.wait(server.start(list(words), num_processes, Path.cwd(), log, **environ))
         return max(life.rank_codes())
 
-    monkeypatch.setattr("tunebook.launch.launch", launch)
+    monkeypatch.setattr("tunebook.launching.launch.launch", launch)
     return folder
 
 

@@ -8,10 +8,10 @@ import pytest
 import training_scenarios
 from tiny_training import TinyExample, build_base, build_data
 from tunebook.errors import TrainingFailed
-from tunebook.process_group import process_group, start_process_group, stop_process_group
+from tunebook.launching.process_group import process_group, start_process_group, stop_process_group
+from tunebook.launching.world import World
 from tunebook.training.result import render_result_table, shorten
 from tunebook.training.run import train
-from tunebook.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tiny_models import build_tiny_tokenizer
-from tunebook.row_view import LONGEST_SHOWN, escape_text, render_rows, view_row
+from tunebook.plan.row_view import LONGEST_SHOWN, escape_text, render_rows, view_row
 
 pytestmark = pytest.mark.slow
 

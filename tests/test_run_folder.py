@@ -8,11 +8,11 @@ import os
 import pytest
 
 from tunebook.errors import Refused
-from tunebook.identity import recipe_identity
-from tunebook.plan import build_plan
+from tunebook.launching.world import World
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.run_folder import check_folder, find_finished, is_unfinished, open_run_folder, read_begun
-from tunebook.world import World
+from tunebook.runs.folder import check_folder, find_finished, is_unfinished, open_run_folder, read_begun
+from tunebook.runs.identity import recipe_identity
 
 IDENTITY = {"training.seed": 42}
 
@@ -160,7 +160,7 @@ def test_a_full_disk_at_the_start_is_refused(plan, recipe, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tunebook.run_folder.write_whole", full)
+    monkeypatch.setattr("tunebook.runs.folder.write_whole", full)
     with pytest.raises(Refused, match="No space left on device"), open_run_folder(plan, recipe, IDENTITY, keep=False):
         pass
 

@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from past_run_folders import held_out, step, write_run
-from tunebook.charts import MAX_POINTS, build_curves, build_histogram, nice_ticks, thin, tick_texts
+from tunebook.card.loss_picture import draw_losses, find_ticks
 from tunebook.errors import Refused
-from tunebook.loss_picture import draw_losses, find_ticks
-from tunebook.past_runs import read_past_runs
-from tunebook.run_report import render_report, write_report
+from tunebook.runs.charts import MAX_POINTS, build_curves, build_histogram, nice_ticks, thin, tick_texts
+from tunebook.runs.past import read_past_runs
+from tunebook.runs.report import render_report, write_report
 
 
 class Page(HTMLParser):

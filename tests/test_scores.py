@@ -5,7 +5,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 
 from tunebook.errors import Refused
-from tunebook.scores import Words, check_scorer, mean_rouge_l
+from tunebook.using.scores import Words, check_scorer, mean_rouge_l
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_texts_without_words_are_alike_if_they_are_equal():
 
 
 def test_a_missing_scorer_is_named_with_the_command(monkeypatch):
-    monkeypatch.setattr("tunebook.scores.find_spec", lambda name: None)
+    monkeypatch.setattr("tunebook.using.scores.find_spec", lambda name: None)
     with pytest.raises(Refused, match=r"pip install 'rouge-score"):
         check_scorer()

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tunebook.hub_client import cleaned
-from tunebook.hub_files import HubFile, find_leaks
-from tunebook.secret_text import hide_paths, hide_tokens
+from tunebook.hub.client import cleaned
+from tunebook.hub.files import HubFile, find_leaks
+from tunebook.system.secret_text import hide_paths, hide_tokens
 
 LETTERS = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dF3hJ5lM7nP9"
 CAPITALS = "AB3DE5GH7JK9MN1P"

@@ -5,8 +5,8 @@ import pytest
 from pretended_worlds import accelerate, elastic, only_refusal, read, refusals
 from tiny_training import NF4, build_recipe
 from tunebook.errors import Refused
-from tunebook.plan import build_plan
-from tunebook.world import World
+from tunebook.launching.world import World
+from tunebook.plan.plan import build_plan
 
 FSDP2 = accelerate(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING="false")
 SHARDED = World(num_processes=2, num_local_processes=2, device_type="cuda", num_gpus=2, backend="nccl", shards=True)

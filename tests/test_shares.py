@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from tiny_models import build_tiny_tokenizer
 from tiny_training import LORA, NF4, build_recipe
-from tunebook.model import (
+from tunebook.launching.world import World
+from tunebook.model.model import (
     build_hollow,
     build_model,
     find_model_notes,
@@ -15,10 +16,9 @@ from tunebook.model import (
     load_architecture,
     load_base,
 )
-from tunebook.plan import build_plan
-from tunebook.quiet import quiet_libraries
-from tunebook.shares import quantised_layers
-from tunebook.world import World
+from tunebook.model.shares import quantised_layers
+from tunebook.plan.plan import build_plan
+from tunebook.system.quiet import quiet_libraries
 
 pytestmark = pytest.mark.slow
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,13 +9,13 @@ import pytest
 
 from checkout import ROOT
 from tiny_data import shared
-from tunebook.gpu_fit import load_gpu_sizes, plan_on_gpus, smallest_gpu
-from tunebook.memory import GIB
-from tunebook.memory_plan import find_memory_warnings, plan_memory
-from tunebook.plan import build_plan
+from tunebook.launching.world import world_of
+from tunebook.model.shapes import find_shape
+from tunebook.plan.gpu_fit import load_gpu_sizes, plan_on_gpus, smallest_gpu
+from tunebook.plan.memory import GIB
+from tunebook.plan.memory_plan import find_memory_warnings, plan_memory
+from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.shapes import find_shape
-from tunebook.world import world_of
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 HARDWARE = re.compile(r"# .* Hardware: (?:(\d+) x (\d+) GB GPU|any \d+ CPU cores\.)")

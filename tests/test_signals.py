@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys, time
-from tunebook.signals import asked_signal, deferred_signals, ignore_signals, signal_name, watch_signals
+from tunebook.system.signals import asked_signal, deferred_signals, ignore_signals, signal_name, watch_signals
 
 def send(name):
     os.kill(os.getpid(), getattr(signal, name))

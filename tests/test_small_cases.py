@@ -12,10 +12,10 @@ from tiny_models import build_tiny_model
 from tiny_training import TinyData, build_base, build_data
 from training_scenarios import one_by_one, run_of
 from tunebook.errors import Refused
-from tunebook.planning import plan_with_data, plan_without_data
-from tunebook.process_group import start_process_group, stop_process_group
+from tunebook.launching.process_group import start_process_group, stop_process_group
+from tunebook.launching.world import World
+from tunebook.plan.planning import plan_with_data, plan_without_data
 from tunebook.recipe.reading import load_recipe
-from tunebook.world import World
 
 pytestmark = pytest.mark.slow
 

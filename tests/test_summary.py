@@ -8,8 +8,8 @@ import pytest
 
 from tiny_training import build_data, build_recipe, plan_of
 from tunebook.errors import Interrupted
+from tunebook.launching.world import World
 from tunebook.training.summary import failed_summary, recipe_sha256, start_summary, write_summary
-from tunebook.world import World
 
 pytestmark = pytest.mark.slow
 

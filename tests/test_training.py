@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import training_scenarios
 from tiny_training import build_base
-from tunebook.process_group import start_process_group, stop_process_group
-from tunebook.world import World
+from tunebook.launching.process_group import start_process_group, stop_process_group
+from tunebook.launching.world import World
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
@@ -178,7 +178,7 @@ def test_summary_and_adapter_are_on_disk_and_agree(one, folder):
     assert summary == {key: value for key, value in held.items() if key != "versions"}
     assert {"python", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets"} <= versions.keys()
     assert versions["torch"] == torch.__version__
-    from tunebook.adapter import tensor_sha256
+    from tunebook.model.adapter import tensor_sha256
 
     tensors = load_file(Path(summary["adapter_dir"]) / "adapter_model.safetensors")
     assert tensor_sha256(tensors) == summary["adapter_sha256"]

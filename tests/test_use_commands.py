@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tunebook import cli
-from tunebook.evaluate import Evaluation
-from tunebook.generate import Drawing
+from tunebook.commands import cli
+from tunebook.using.evaluate import Evaluation
+from tunebook.using.generate import Drawing
 
 REFUSED = [
     (["chat", "runs/none"], "runs/none: no run_summary.json there"),
@@ -46,9 +46,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, monkeypatch, capsy
 
 def test_the_words_mean_what_they_say(monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr("tunebook.generate.generate", lambda *given: calls.append(given))
-    monkeypatch.setattr("tunebook.evaluate.measure_here", lambda *given: calls.append(given))
-    monkeypatch.setattr("tunebook.launch.launch_words", lambda *given: calls.append(given) or 75)
+    monkeypatch.setattr("tunebook.using.generate.generate", lambda *given: calls.append(given))
+    monkeypatch.setattr("tunebook.using.evaluate.measure_here", lambda *given: calls.append(given))
+    monkeypatch.setattr("tunebook.launching.launch.launch_words", lambda *given: calls.append(given) or 75)
     words = ["generate", "runs/x", "--prompts", "p", "--out", "o", "--batch-size", "3", "--max-new-tokens", "9"]
     assert type_words(monkeypatch, capsys, [*words, "--temperature", "0.5", "--seed", "7"])[0] == 0
     assert type_words(monkeypatch, capsys, [*words[:6], "--base", "b"])[0] == 0
@@ -59,13 +59,13 @@ def test_the_words_mean_what_they_say(monkeypatch, capsys):
     calls.clear()
     # On several processes each is asked for the same, and the command ends with their code.
     assert type_words(monkeypatch, capsys, ["eval", "runs/x", "--num-processes", "3", "--base", "b"])[0] == 75
-    assert calls == [(["-m", "tunebook.cli", "eval", "runs/x", "--base", "b", "--max-new-tokens", "256"], 3)]
+    assert calls == [(["-m", "tunebook.commands.cli", "eval", "runs/x", "--base", "b", "--max-new-tokens", "256"], 3)]
 
 
 def test_a_process_of_a_launch_measures_its_share(monkeypatch, capsys):
     calls = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("tunebook.evaluate.measure_as_rank", lambda *given: calls.append(given))
+    monkeypatch.setattr("tunebook.using.evaluate.measure_as_rank", lambda *given: calls.append(given))
     assert type_words(monkeypatch, capsys, ["eval", "runs/x", "--num-processes", "3"])[0] == 0
     assert calls == [("runs/x", Evaluation())]
 
@@ -75,14 +75,14 @@ def test_chat_ends_without_a_trace(monkeypatch, capsys, error, code):
     def end(*given, **named):
         raise error
 
-    monkeypatch.setattr("tunebook.chat.chat", end)
-    monkeypatch.setattr("tunebook.use_commands.drop_output", lambda: None)
+    monkeypatch.setattr("tunebook.using.chat.chat", end)
+    monkeypatch.setattr("tunebook.commands.use.drop_output", lambda: None)
     ended, said = type_words(monkeypatch, capsys, ["chat", "runs/x"])
     assert (ended, said.err) == (code, "")
 
 
 def test_any_bytes_can_be_asked(monkeypatch, capsys):
     heard = []
-    monkeypatch.setattr("tunebook.chat.chat", lambda run, **named: heard.extend(sys.stdin))
+    monkeypatch.setattr("tunebook.using.chat.chat", lambda run, **named: heard.extend(sys.stdin))
     type_words(monkeypatch, capsys, ["chat", "runs/x"], "caf\u00e9 \u4f60\n".encode() + b"caf\xe9\n")
     assert heard == ["caf\u00e9 \u4f60\n", "caf\ufffd\n"]

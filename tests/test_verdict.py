@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tunebook.verdict import Readings, judge, render_verification
-from tunebook.verifying import Probe, Reading
+from tunebook.merge.verdict import Readings, judge, render_verification
+from tunebook.merge.verifying import Probe, Reading
 
 pytestmark = pytest.mark.slow
 PROBE = Probe("2 fixed questions", ((1,), (2,)), (3,), 0)

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from tiny_data import shared, write_jsonl
 from tiny_models import build_tiny_model
-from tunebook import whole_plan_text
-from tunebook.command_line import read_command
 from tunebook.errors import Refused
+from tunebook.launching.command_line import read_command
+from tunebook.plan import whole_plan_text
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -294,7 +294,7 @@ def test_packing_a_model_that_mixes_rows_is_refused(planned, base, tmp_path):
 
 
 def test_a_large_model_is_not_drawn_to_look_at_packing(planned, monkeypatch):
-    from tunebook import model_findings
+    from tunebook.plan import model_findings
 
     monkeypatch.setattr(model_findings, "MOST_DRAWN", 100)
     plan = as_json(planned(LONG, "--json", "data.packing=true"))
@@ -311,8 +311,8 @@ def test_training_refuses_what_the_plan_does(tmp_path):
 
     from tiny_training import TinyData, build_base
     from training_scenarios import run_of
-    from tunebook.process_group import start_process_group, stop_process_group
-    from tunebook.world import World
+    from tunebook.launching.process_group import start_process_group, stop_process_group
+    from tunebook.launching.world import World
 
     build_base(tmp_path / "base")
     rows = [{"input_ids": [40, 41], "labels": [-100, 41], "length": 2}] * 4
@@ -383,7 +383,7 @@ def test_52002_cached_rows_take_seconds_no_group_and_no_weights(tmp_path, base):
     (model / "model.safetensors").write_bytes(b"no weights are read")
     fields = {"base": model, "data": "rows.jsonl", "targets": "all-linear", "max_length": 1024, "validation": 0}
     (tmp_path / "case.yaml").write_text(RECIPE.format(**fields))
-    watch = "import sys, finetune; from tunebook.command_line import read_command\n"
+    watch = "import sys, finetune; from tunebook.launching.command_line import read_command\n"
     watch += "finetune.finetune(read_command(sys.argv[1:])); import torch\n"
     watch += "assert not torch.distributed.is_initialized()"
     environ = {**os.environ, "TUNEBOOK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pretended_worlds import TYPED, accelerate, elastic, only_refusal, read
-from tunebook import world
 from tunebook.errors import Refused
-from tunebook.world import World, count_gpus, world_of
+from tunebook.launching import world
+from tunebook.launching.world import World, count_gpus, world_of
 
 
 class TestAccepted:
@@ -134,7 +134,8 @@ class TestWorldOf:
 
 
 def test_reading_imports_no_torch_where_no_gpu_can_be():
-    code = "import sys; from tunebook.world import read_world; print(read_world()); assert 'torch' not in sys.modules"
+    code = "import sys; from tunebook.launching.world import read_world; print(read_world()); "
+    code += "assert 'torch' not in sys.modules"
     environ = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     environ["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)

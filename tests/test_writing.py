@@ -4,7 +4,14 @@ import os
 
 import pytest
 
-from tunebook.writing import delete_folder, delete_leftovers, folder_beside, put_in_place, restore_earlier, write_whole
+from tunebook.system.writing import (
+    delete_folder,
+    delete_leftovers,
+    folder_beside,
+    put_in_place,
+    restore_earlier,
+    write_whole,
+)
 
 
 def names(folder):

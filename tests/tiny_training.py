@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunebook.plan import Plan, build_plan, with_split
+from tunebook.launching.world import World
+from tunebook.plan.plan import Plan, build_plan, with_split
 from tunebook.recipe.schema import BatchSection, DataSection, ModelSection, Recipe
-from tunebook.world import World
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 LORA = {"r": 4, "lora_alpha": 8}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tiny_training import NF4, TinyData, build_data, build_recipe, plan_of
-from tunebook.process_group import start_process_group, stop_process_group
-from tunebook.world import World, read_world
+from tunebook.launching.process_group import start_process_group, stop_process_group
+from tunebook.launching.world import World, read_world
 
 Finding = dict[str, Any]
 # Conditions of exactness: float32, a rate of at most 1e-3, no dropout, few steps, a ragged tail (21 rows in eights).
@@ -56,7 +56,7 @@ def logged_losses(run_dir: Path) -> list[float]:
 
 def starts(folder: Path, world: World) -> Finding:
     """Return the hash of the adapter before step 1 on this rank, for two seeds and two ways to hold the base."""
-    from tunebook.adapter import adapter_tensors, tensor_sha256
+    from tunebook.model.adapter import adapter_tensors, tensor_sha256
 
     found = {}
     for seed in (0, 1):
@@ -103,8 +103,8 @@ def first_loss(folder: Path, world: World) -> Finding:
 
 def resumed(folder: Path, world: World, **recipe: Any) -> Finding:
     """Break off inside epoch 2, go on from that checkpoint, and return the difference to the unbroken run."""
-    from tunebook.adapter import adapter_tensors
-    from tunebook.checkpoints import check_whole
+    from tunebook.model.adapter import adapter_tensors
+    from tunebook.runs.checkpoints import check_whole
     from tunebook.training.run import build_trainer
 
     data = build_data()

@@ -74,8 +74,8 @@ def run_of(folder: Path, name: str, base: str = "base", **recipe: Any) -> Any:
     from accelerate.state import AcceleratorState
 
     from tunebook.data.tokenizer import tokenizer_of
+    from tunebook.launching.world import World
     from tunebook.training.ready import build_run
-    from tunebook.world import World
 
     AcceleratorState._reset_state()
     accepted = build_recipe(folder / base, **{"num_train_epochs": 1, "activation_checkpointing": False, **recipe})
@@ -99,7 +99,7 @@ def train_variant(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, 
     """Train two steps, load what came out onto a fresh base, and return how near that is to the trained model."""
     import torch
 
-    from tunebook.adapter import write_adapter
+    from tunebook.model.adapter import write_adapter
     from tunebook.training.run import build_trainer
 
     run = run_of(folder, name, **recipe)
@@ -127,8 +127,8 @@ def train_variant(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, 
 
 def resume(folder: Path, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
     """Go on from a checkpoint after the first of two steps, and return the difference to the unbroken run."""
-    from tunebook.adapter import adapter_tensors
-    from tunebook.checkpoints import check_whole
+    from tunebook.model.adapter import adapter_tensors
+    from tunebook.runs.checkpoints import check_whole
     from tunebook.training.run import build_trainer
 
     recipe = {**recipe, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
@@ -162,7 +162,7 @@ def load_back(run: Any, out: Path) -> Any:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from tunebook.model import keep_4bit_weights
+    from tunebook.model.model import keep_4bit_weights
 
     if run.recipe.lora is None:
         return AutoModelForCausalLM.from_pretrained(out)
@@ -176,9 +176,9 @@ def load_back(run: Any, out: Path) -> Any:
 def main(folder: Path) -> None:
     """Train every variant in this process and write what was found."""
     from tunebook.errors import Refused
-    from tunebook.process_group import process_group
-    from tunebook.quiet import quiet_libraries
-    from tunebook.world import World
+    from tunebook.launching.process_group import process_group
+    from tunebook.launching.world import World
+    from tunebook.system.quiet import quiet_libraries
 
     build_base(folder / "base")
     build_base(folder / "tied", tie_word_embeddings=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tunebook.secret_text import hide_tokens
+from tunebook.system.secret_text import hide_tokens
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

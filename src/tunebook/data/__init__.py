@@ -1,3 +1,3 @@
 """From rows to labelled tokens: reading, checking, prompting, tokenising and caching."""
 
-import tunebook.quiet  # noqa: F401  models and data come from the Hub, whose silence is told in one line
+import tunebook.system.quiet  # noqa: F401  models and data come from the Hub, whose silence is told in one line

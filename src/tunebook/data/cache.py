@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from tunebook.data.making import MORE_ROOM, SILENT_SECONDS, say_waiting
 from tunebook.errors import Problem, Refused
-from tunebook.writing import write_whole
+from tunebook.system.writing import write_whole
 
 _MANIFEST = "manifest.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 from tunebook.data.record import Record, Unreadable, Wanted
 from tunebook.data.tables import open_bytes, read_arrow_records, read_csv_records
 from tunebook.errors import Problem, Refused
-from tunebook.places import data_suffix
+from tunebook.system.places import data_suffix
 
 # Enough for a batch of long rows and small against everything else in the process.
 _CHUNK_CHARS = 1 << 20

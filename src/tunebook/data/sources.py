@@ -12,8 +12,8 @@ from tunebook.data.formats import wanted_columns
 from tunebook.data.record import Record
 from tunebook.data.records import read_records
 from tunebook.errors import Problem, Refused
-from tunebook.places import check_data_path, data_suffix, is_local_data, list_data_files
 from tunebook.recipe.schema import DataSection, DataSource
+from tunebook.system.places import check_data_path, data_suffix, is_local_data, list_data_files
 
 
 class Source(Protocol):

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from tunebook.batch_arithmetic import count_held_out
 from tunebook.data.ahead import one_ahead
 from tunebook.data.batches import batches_of
 from tunebook.data.conversation import Conversation, Fault, TrainOn
@@ -22,6 +21,7 @@ from tunebook.data.sources import Source
 from tunebook.data.split import HeldOut, Splits, write_splits
 from tunebook.data.tokens import EncodedTurn, TurnEncoder, join_turns, train_conversation
 from tunebook.errors import Problem, Refused
+from tunebook.plan.arithmetic import count_held_out
 from tunebook.recipe.schema import Recipe
 
 QUARANTINE_FILE = "quarantine.jsonl"

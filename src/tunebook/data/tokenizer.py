@@ -3,9 +3,9 @@
 from typing import Any
 
 from tunebook.errors import Problem, Refused
-from tunebook.new_tokens import add_tokens
-from tunebook.places import is_local, local_path
+from tunebook.model.new_tokens import add_tokens
 from tunebook.recipe.schema import Recipe
+from tunebook.system.places import is_local, local_path
 
 _KEY = "model.name_or_path"
 # How a refusal reads that says nothing about the model itself: nobody could look at it.

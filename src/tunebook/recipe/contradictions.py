@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from tunebook.errors import Problem
-from tunebook.places import is_local, is_local_data
 from tunebook.recipe.checking import Report, Sections, Undecided
 from tunebook.recipe.data_checks import DATA_CHECKS
 from tunebook.recipe.hub_checks import HUB_CHECKS
@@ -16,6 +15,7 @@ from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES, SENDING_V
 from tunebook.recipe.schema import AUTO
 from tunebook.recipe.source import Source
 from tunebook.recipe.values import nearest_divisors
+from tunebook.system.places import is_local, is_local_data
 
 PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 STEP_KEYS = {"eval_steps": "eval_strategy", "save_steps": "save_strategy", "logging_steps": "logging_strategy"}

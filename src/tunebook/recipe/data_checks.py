@@ -5,10 +5,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tunebook.places import is_local_data
 from tunebook.recipe.checking import Report, Sections
 from tunebook.recipe.schema import FORM_COLUMNS, FORM_REQUIRED, SourceSection
 from tunebook.recipe.values import WrongValue, nearest_word, read_value
+from tunebook.system.places import is_local_data
 
 TEMPLATE_WORDS = ("auto", "alpaca", "chatml")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")

@@ -2,8 +2,8 @@
 
 import re
 
-from tunebook.places import is_local
 from tunebook.recipe.checking import Report, Sections
+from tunebook.system.places import is_local
 
 NAME_PART = re.compile(r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
 BRANCH = re.compile(r"[A-Za-z0-9_][\w./-]*", re.ASCII)

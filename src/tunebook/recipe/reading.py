@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from tunebook.errors import Problem, Refused
-from tunebook.places import check_data_path, check_model_path
 from tunebook.recipe.contradictions import PRECISION, find_contradictions
 from tunebook.recipe.data_checks import read_sources
 from tunebook.recipe.names import (
@@ -26,6 +25,7 @@ from tunebook.recipe.rules import RANGES
 from tunebook.recipe.schema import BatchSection, DataSection, HubSection, ModelSection, Recipe
 from tunebook.recipe.source import Source, read_source
 from tunebook.recipe.values import WrongValue, read_value, shown
+from tunebook.system.places import check_data_path, check_model_path
 
 CHECKPOINTING_ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",

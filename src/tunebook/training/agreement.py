@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import distributed
 
-from tunebook.adapter import tensor_sha256
 from tunebook.errors import Problem, Refused, TrainingFailed
-from tunebook.whereabouts import arrive
+from tunebook.model.adapter import tensor_sha256
+from tunebook.system.whereabouts import arrive
 
 
 def check_same_start(facts: Mapping[str, Any]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tunebook.data.prepare import HeldOutExample, PreparedData
+from tunebook.launching.world import World
 from tunebook.training.collectives import gather_shares
 from tunebook.training.decoding import answering, batches_by_length, limits_of, stop_ids, write_batch
 from tunebook.training.stopping import StopVote
-from tunebook.world import World
 
 ANSWER_BATCH_SIZE = 32
 # An answer may run on a little past the longest right one before it is cut, so that running on shows.

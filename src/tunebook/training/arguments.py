@@ -10,11 +10,11 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 
 from tunebook.errors import Problem, Refused
-from tunebook.plan import Plan
+from tunebook.launching.world import World
+from tunebook.plan.plan import Plan
 from tunebook.recipe.defaults import CHECKPOINTING_KWARGS, FIXED_ARGUMENTS, OUR_DEFAULTS
 from tunebook.recipe.rules import OWN_TRACKERS
 from tunebook.recipe.schema import Recipe
-from tunebook.world import World
 
 # Optimizers that are made from the model's own layers.
 NEED_THE_MODEL = ("galore", "apollo", "lomo", "adalomo")

@@ -12,23 +12,23 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from tunebook.attention import find_position_problems
-from tunebook.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, say_origin
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import Refused
-from tunebook.hardware import name_hardware
-from tunebook.memory import CUDA_CONTEXT_BYTES, FLOAT32, GIB
-from tunebook.memory_limit import VARIABLE, find_limit, name_limit
-from tunebook.memory_plan import TIGHT, count_optimizer_bytes
-from tunebook.plan import Plan
-from tunebook.plan_table import build_console
-from tunebook.process_group import refuse_together
+from tunebook.launching.process_group import refuse_together
+from tunebook.launching.world import World
+from tunebook.model.attention import find_position_problems
+from tunebook.model.shapes import find_shape
+from tunebook.plan.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, say_origin
+from tunebook.plan.memory import CUDA_CONTEXT_BYTES, FLOAT32, GIB
+from tunebook.plan.memory_limit import VARIABLE, find_limit, name_limit
+from tunebook.plan.memory_plan import TIGHT, count_optimizer_bytes
+from tunebook.plan.plan import Plan
+from tunebook.plan.table import build_console
 from tunebook.recipe.schema import Recipe
-from tunebook.shapes import find_shape
+from tunebook.system.hardware import name_hardware
 from tunebook.training.collectives import from_rank_0, largest_over_processes
 from tunebook.training.probing import Bench, Probe, probe
 from tunebook.training.summary import recipe_sha256
-from tunebook.world import World
 
 
 @dataclass(frozen=True)

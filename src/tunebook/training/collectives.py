@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tunebook.whereabouts import arrive
+from tunebook.system.whereabouts import arrive
 
 
 def sum_over_processes(values: Sequence[float], device: str) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from tunebook.quiet import quiet_libraries
+from tunebook.system.quiet import quiet_libraries
 
 
 class Limits(NamedTuple):

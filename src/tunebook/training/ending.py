@@ -4,20 +4,20 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from tunebook.command_line import command_name
 from tunebook.data.prepare import PreparedData
-from tunebook.past_runs import read_past_runs
-from tunebook.plan import Plan
-from tunebook.plan_table import build_console, print_notes
-from tunebook.process_group import refuse_together
-from tunebook.receipts import compare_with_receipt, receipt_path
+from tunebook.launching.command_line import command_name
+from tunebook.launching.process_group import refuse_together
+from tunebook.launching.world import World
+from tunebook.plan.plan import Plan
+from tunebook.plan.table import build_console, print_notes
 from tunebook.recipe.schema import Recipe
-from tunebook.run_folder import find_finished, is_completed
+from tunebook.runs.folder import find_finished, is_completed
+from tunebook.runs.past import read_past_runs
+from tunebook.runs.receipts import compare_with_receipt, receipt_path
 from tunebook.training.collectives import from_rank_0
 from tunebook.training.outcome import RunResult
 from tunebook.training.result import render_result_table
 from tunebook.training.starting import build_identity
-from tunebook.world import World
 
 
 def show_result(result: RunResult, plan: Plan, world: World) -> None:

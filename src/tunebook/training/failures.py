@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoints import list_checkpoints
 from tunebook.errors import LAUNCHER_NOTICES_SECONDS, PEER_ENDED, Interrupted, TrainingFailed, is_peer_gone
-from tunebook.plan import Plan
-from tunebook.signals import deferred_signals, ignore_signals
+from tunebook.plan.plan import Plan
+from tunebook.runs.checkpoints import list_checkpoints
+from tunebook.system.signals import deferred_signals, ignore_signals
 from tunebook.training.collectives import wait_for_all
 from tunebook.training.measuring import is_out_of_memory
 from tunebook.training.outcome import Training

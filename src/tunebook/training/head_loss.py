@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from tunebook.memory import LOGITS_AT_ONCE
+from tunebook.plan.memory import LOGITS_AT_ONCE
 from tunebook.training.batches import IGNORED_LABEL, pad_right, tensors_of
 from tunebook.training.loss import count_right, summed_token_loss
 from tunebook.training.row_masks import attention_of, known_rows

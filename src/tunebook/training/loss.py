@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tunebook.errors import TrainingFailed
-from tunebook.sharding import whole
+from tunebook.launching.sharding import whole
 from tunebook.training.batches import IGNORED_LABEL
 
 DIVERGED_ADVICE = (

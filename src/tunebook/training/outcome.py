@@ -9,10 +9,12 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from transformers import TrainerState
 
-from tunebook.adapter import exported_tensors, tensor_sha256, write_adapter
-from tunebook.card_files import write_run_cards
+from tunebook.card.files import write_run_cards
 from tunebook.data.prepare import write_quarantine
 from tunebook.errors import Interrupted, TrainingFailed
+from tunebook.model.adapter import exported_tensors, tensor_sha256, write_adapter
+from tunebook.system.watchdog import set_last_words
+from tunebook.system.writing import explain_unwritten
 from tunebook.training.agreement import check_replicas
 from tunebook.training.answers import greedy_answers, num_exact_matches
 from tunebook.training.collectives import from_rank_0, largest_over_processes, sum_over_processes
@@ -24,8 +26,6 @@ from tunebook.training.shown_rows import write_rows
 from tunebook.training.stopping import StopVote
 from tunebook.training.summary import RunSummary, failed_summary, start_summary, write_summary
 from tunebook.training.trackers import build_trackers
-from tunebook.watchdog import set_last_words
-from tunebook.writing import explain_unwritten
 
 ACCURACY = "eval_token_accuracy"
 

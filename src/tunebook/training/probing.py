@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from tunebook.candidates import Candidate
+from tunebook.plan.candidates import Candidate
 from tunebook.training.batches import Rows, tensors_of
 from tunebook.training.head_loss import HeadLoss
 from tunebook.training.measuring import is_out_of_memory

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
 
+from tunebook.system.whereabouts import begin_step
 from tunebook.training.measuring import Pace, Stopwatch
 from tunebook.training.reporting import ProgressReport
-from tunebook.whereabouts import begin_step
 
 
 def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:

@@ -9,11 +9,12 @@ from transformers import TrainingArguments
 
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import Refused
-from tunebook.findings import find_stop_problems
-from tunebook.model import build_model, check_positions, find_model_notes
-from tunebook.plan import Plan
-from tunebook.plan_table import build_console, print_notes
-from tunebook.process_group import refuse_together
+from tunebook.launching.process_group import refuse_together
+from tunebook.launching.world import World
+from tunebook.model.model import build_model, check_positions, find_model_notes
+from tunebook.plan.findings import find_stop_problems
+from tunebook.plan.plan import Plan
+from tunebook.plan.table import build_console, print_notes
 from tunebook.recipe.schema import Recipe
 from tunebook.training.agreement import check_same_start
 from tunebook.training.arguments import build_training_arguments, check_schedule
@@ -23,7 +24,6 @@ from tunebook.training.head_loss import HeadLoss
 from tunebook.training.measuring import Stopwatch
 from tunebook.training.packing import check_rows_apart
 from tunebook.training.probing import Bench
-from tunebook.world import World
 
 # Of which all ranks need the same version: another one may draw, round or lay out batches in another way.
 PACKAGES = ("tunebook", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "tokenizers")

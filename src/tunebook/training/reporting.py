@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from tunebook.system.writing import write_whole
 from tunebook.training.measuring import PeakMemory
 from tunebook.training.trackers import Tracker
-from tunebook.writing import write_whole
 
 # What a line of metrics.jsonl holds, where the event has it.
 RECORDED = ("epoch", "loss", "learning_rate", "grad_norm", "tokens_per_second", "eval_loss", "eval_token_accuracy")

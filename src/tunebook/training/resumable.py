@@ -8,15 +8,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.checkpoints import Checkpoint, NotWhole, check_best, checkpoint_folder
 from tunebook.errors import TrainingFailed
-from tunebook.quiet import quiet_libraries
+from tunebook.runs.checkpoints import Checkpoint, NotWhole, check_best, checkpoint_folder
+from tunebook.system.quiet import quiet_libraries
+from tunebook.system.whereabouts import arrive, begin_step
 from tunebook.training.batches import FILLER, tensors_of
 from tunebook.training.collectives import sum_over_processes
 from tunebook.training.measuring import Stopwatch, TokenCounts
 from tunebook.training.saving import Progress, random_states, restore_random_states, save_checkpoint, sum_tokens
 from tunebook.training.stopping import StopVote
-from tunebook.whereabouts import arrive, begin_step
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from transformers import TrainerCallback
 
-from tunebook.checkpoints import Checkpoint
+from tunebook.runs.checkpoints import Checkpoint
 from tunebook.training.answers import num_exact_matches
 from tunebook.training.failures import saying_why
 from tunebook.training.outcome import (

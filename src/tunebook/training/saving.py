@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from tunebook.checkpoints import (
+from tunebook.errors import TrainingFailed
+from tunebook.runs.checkpoints import (
     PROGRESS,
     Checkpoint,
     checkpoint_folder,
@@ -21,11 +22,10 @@ from tunebook.checkpoints import (
     finish_checkpoint,
     list_checkpoints,
 )
-from tunebook.errors import TrainingFailed
-from tunebook.quiet import quiet_libraries
+from tunebook.system.quiet import quiet_libraries
+from tunebook.system.writing import explain_unwritten, folder_beside, write_whole
 from tunebook.training.collectives import from_rank_0, gather_shares, sum_over_processes
 from tunebook.training.measuring import TokenCounts
-from tunebook.writing import explain_unwritten, folder_beside, write_whole
 
 
 @dataclass(frozen=True)

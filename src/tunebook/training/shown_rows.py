@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from tunebook.data.prepare import HeldOutExample, PreparedData
-from tunebook.writing import write_whole
+from tunebook.system.writing import write_whole
 
 ROWS = "rows.json"
 MAX_BARS = 40

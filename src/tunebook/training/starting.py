@@ -5,10 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoints import MANIFEST, Checkpoint, NotWhole, check_whole, find_newest
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import Problem, Refused
-from tunebook.identity import (
+from tunebook.launching.process_group import refuse_together
+from tunebook.launching.world import World
+from tunebook.model.model import load_architecture
+from tunebook.plan.plan import Plan
+from tunebook.plan.randomness import random_settings
+from tunebook.plan.table import build_console, print_notes
+from tunebook.recipe.schema import Recipe
+from tunebook.runs.checkpoints import MANIFEST, Checkpoint, NotWhole, check_whole, find_newest
+from tunebook.runs.folder import is_unfinished, read_begun
+from tunebook.runs.identity import (
     SCHEDULE,
     Identity,
     base_of,
@@ -18,16 +26,8 @@ from tunebook.identity import (
     taken_over,
     tokenizer_digest,
 )
-from tunebook.model import load_architecture
-from tunebook.plan import Plan
-from tunebook.plan_table import build_console, print_notes
-from tunebook.process_group import refuse_together
-from tunebook.randomness import random_settings
-from tunebook.recipe.schema import Recipe
-from tunebook.run_folder import is_unfinished, read_begun
+from tunebook.system.writing import restore_earlier
 from tunebook.training.collectives import from_rank_0
-from tunebook.world import World
-from tunebook.writing import restore_earlier
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tunebook.signals import asked_signal, signal_name
-from tunebook.whereabouts import arrive
+from tunebook.system.signals import asked_signal, signal_name
+from tunebook.system.whereabouts import arrive
 
 POLL_SECONDS = 0.25
 # One key per vote that this process has held: what was said in an earlier run of the same group is over.

@@ -10,16 +10,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from tunebook.adapter import public_base
 from tunebook.data.prepare import PreparedData
 from tunebook.errors import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted
-from tunebook.hardware import name_hardware
-from tunebook.places import is_local_data
-from tunebook.plan import Plan
+from tunebook.launching.world import World
+from tunebook.model.adapter import public_base
+from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
-from tunebook.run_folder import SUMMARY
-from tunebook.world import World
-from tunebook.writing import write_whole
+from tunebook.runs.folder import SUMMARY
+from tunebook.system.hardware import name_hardware
+from tunebook.system.places import is_local_data
+from tunebook.system.writing import write_whole
 
 PACKAGES = ("tunebook", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets")
 

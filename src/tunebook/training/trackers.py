@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from tunebook.quiet import quiet_libraries
 from tunebook.recipe.rules import OWN_TRACKERS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import training_keys
-from tunebook.writing import write_whole
+from tunebook.system.quiet import quiet_libraries
+from tunebook.system.writing import write_whole
 
 
 class Tracker(Protocol):

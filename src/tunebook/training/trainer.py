@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from tunebook.adapter import write_adapter_weights
+from tunebook.model.adapter import write_adapter_weights
 from tunebook.training.agreement import check_replicas
 from tunebook.training.batches import GlobalBatchSampler, Rows, eval_batches, tensors_of
 from tunebook.training.collectives import sum_over_processes

@@ -1,0 +1,1 @@
+"""The model card of what came out of a run."""

@@ -1,0 +1,48 @@
+"""`tunebook bench`: a recipe run with several seeds, and its receipt written beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tunebook.errors import EXIT_DONE
+from tunebook.launching.world import count_gpus, world_of
+from tunebook.plan.planning import plan_without_data
+from tunebook.plan.table import build_console
+from tunebook.recipe.reading import load_recipe
+from tunebook.runs.past import read_past_runs
+from tunebook.runs.receipts import build_entry, read_receipt, receipt_path, write_receipt
+
+
+def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: int) -> int:
+    """Run a recipe once for each seed, from its own on, in folders that are deleted, and write the receipt.
+
+    Rows and their order are the recipe's own in all of them; the seed draws the adapter's start. Returns the exit code
+    of the first run that did not complete, with no receipt written. Raises Refused where the recipe cannot run here.
+    """
+    recipe = load_recipe(path, overrides)
+    plan_without_data(recipe, world_of(num_processes, "cuda" if count_gpus() else "cpu"), None)
+    receipt = receipt_path(path)
+    read_receipt(receipt)  # one that cannot be read is refused before the hours, not after
+    from tunebook.launching.launch import find_script, launch
+
+    seeds = [recipe.seed + number for number in range(num_seeds)]
+    fixed = [f"training.data_seed={recipe.data_seed}", *(["hub=null"] if recipe.hub else [])]
+    with TemporaryDirectory(prefix="tunebook-bench-") as place:
+        folders = [str(Path(place) / f"seed-{seed}") for seed in seeds]
+        for seed, folder in zip(seeds, folders, strict=True):
+            words = [path, *overrides, *fixed, f"training.seed={seed}", "--run-dir", folder]
+            if (code := launch(find_script(), words, num_processes)) != EXIT_DONE:
+                return code
+        entry = build_entry(read_past_runs(folders), seeds)
+    write_receipt(receipt, entry)
+    console = build_console()
+    speed, part = entry["tokens_per_second"], entry["loss_band"][-1]
+    low, high = part["loss"]
+    console.print(f"receipt: {receipt}", soft_wrap=True, markup=False)
+    console.print(
+        f"{entry['seconds_per_step']:.3f} s per step, {speed['median']:,.0f} trained tokens per second, "
+        f"loss of steps {part['steps'][0]} to {part['steps'][1]} between {low:.4f} and {high:.4f}",
+        soft_wrap=True,
+        markup=False,
+    )
+    return EXIT_DONE

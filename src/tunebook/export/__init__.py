@@ -1,0 +1,1 @@
+"""What came out of a run, found again and made ready for others."""

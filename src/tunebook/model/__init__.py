@@ -1,0 +1,1 @@
+"""The model and its adapter: shapes, what LoRA reaches, loading and saving."""

@@ -1,0 +1,158 @@
+"""Receipts: what was measured when a recipe was run, kept beside it as recipes/NAME.receipt.json.
+
+One entry for each kind of hardware and number of processes. Its band is where the loss of the recipe lies at each part
+of the run, over several seeds: a later run that leaves it was not the recipe's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from tunebook.errors import Problem, Refused
+from tunebook.runs.past import PastRun
+from tunebook.plan.plan import Plan
+from tunebook.recipe.schema import Recipe
+from tunebook.runs.folder import read_begun
+from tunebook.system.writing import write_whole
+
+Entry = dict[str, Any]
+NUM_PARTS = 10
+# How far beyond the seeds a loss may lie: as far again as they are apart, and at least so much of it.
+LEAST_MARGIN = 0.02
+# A run at less than this part of the receipt's speed, on the same hardware and processes, is worth a word.
+SLOW = 0.7
+SEED = "training.seed"
+
+
+def receipt_path(recipe_path: str) -> Path:
+    """Return where the receipt of a recipe is, or would be."""
+    return Path(recipe_path).with_suffix(".receipt.json")
+
+
+def read_receipt(path: Path) -> list[Entry]:
+    """Return the entries of a receipt, none where there is none. Raises Refused where the file holds something else."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["measured"]
+        return [
+            {**entry, "identity": dict(entry["identity"]), "loss_band": list(entry["loss_band"])} for entry in entries
+        ]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "Delete it; `tunebook bench` writes it anew"
+        raise Refused(Problem("is no receipt that can be read", fix, str(path))) from error
+
+
+def write_receipt(path: Path, entry: Entry) -> None:
+    """Add an entry, in place of an earlier one of the same hardware and processes; whole or not at all."""
+    others = [one for one in read_receipt(path) if _place(one) != _place(entry)]
+    write_whole(path, json.dumps({"measured": [*others, entry]}, indent=1) + "\n")
+
+
+def build_entry(runs: Sequence[PastRun], seeds: Sequence[int]) -> Entry:
+    """Return what completed runs of one recipe measured, one run for each seed."""
+    first = runs[0].summary
+    begun = read_begun(str(runs[0].folder))
+    assert begun is not None, "a completed run says what it began with"
+    speeds = sorted(float(run.summary["tokens_per_second"]) for run in runs)
+    steps = int(first["num_optimizer_steps"])
+    return {
+        "date": date.today().isoformat(),
+        "hardware": first["hardware"],
+        "device": first["device"],
+        "num_processes": first["world_size"],
+        "seeds": list(seeds),
+        "num_optimizer_steps": steps,
+        "seconds_per_step": round(median(float(run.summary["training_seconds"]) for run in runs) / steps, 4),
+        "tokens_per_second": {"median": round(median(speeds), 1), "least": speeds[0], "most": speeds[-1]},
+        "peak_memory_bytes": max((run.summary["peak_memory_bytes"] or 0 for run in runs), default=0) or None,
+        "eval_loss_before": [run.summary["eval_loss_before"] for run in runs],
+        "eval_loss": [run.summary["eval_loss"] for run in runs],
+        "loss_band": loss_band([run.curve("loss") for run in runs]),
+        "identity": _without_seed(begun.identity),
+        "versions": dict(first["versions"]),
+    }
+
+
+def loss_band(curves: Sequence[Sequence[tuple[int, float]]]) -> list[Entry]:
+    """Return the band of equal parts of a run: the losses of all curves there, and a margin of as much again.
+
+    A curve has (step, loss) in order; all have the same steps. The loss of a part is the mean of those logged in it.
+    """
+    parts = [part_means(curve) for curve in curves]
+    band = []
+    for place, (start, end, _) in enumerate(parts[0]):
+        losses = [means[place][2] for means in parts]
+        margin = max(max(losses) - min(losses), LEAST_MARGIN * max(losses))
+        band.append({"steps": [start, end], "loss": [min(losses) - margin, max(losses) + margin]})
+    return band
+
+
+def part_means(curve: Sequence[tuple[int, float]]) -> list[tuple[int, int, float]]:
+    """Return first step, last step and mean loss of at most NUM_PARTS equal parts of what was logged."""
+    size = -(-len(curve) // NUM_PARTS)
+    parts = [curve[start : start + size] for start in range(0, len(curve), size or 1)]
+    return [(part[0][0], part[-1][0], fmean(loss for _, loss in part)) for part in parts]
+
+
+def compare_with_receipt(path: Path, run: PastRun) -> list[str]:
+    """Return a note for each way in which a completed run is not what the receipt of its recipe promises.
+
+    None where the receipt is of other values, data or base: then it says nothing about this run.
+    """
+    begun = read_begun(str(run.folder))
+    if begun is None:
+        return []
+    same = [one for one in read_receipt(path) if one["identity"] == _without_seed(begun.identity)]
+    here = (run.summary.get("hardware"), run.summary.get("world_size"))
+    same.sort(key=lambda one: _place(one) != here)
+    if not same:
+        return []
+    return [*_out_of_band(same[0], run, path), *_too_slow(same[0], run, path, here)]
+
+
+def find_step_seconds(recipe: Recipe, plan: Plan, gpu: str | None) -> tuple[float, str] | None:
+    """Return the seconds of a step by the receipt of a recipe and where they come from, or None.
+
+    An entry serves where it was measured on such devices and processes with the values that time depends on; on the GPU
+    of the name that is asked about, where one is.
+    """
+    path = receipt_path(recipe.path)
+    for entry in read_receipt(path):
+        measured, on = entry["identity"], str(entry["hardware"])
+        same = (entry["device"], entry["num_processes"]) == (plan.device_type, plan.world_size)
+        same &= measured.get("training.global_batch_size") == plan.global_batch_size
+        same &= measured.get("data.max_length") == plan.max_length and measured.get("model.dtype") == plan.compute_dtype
+        if same and (gpu is None or gpu.lower() in on.lower().split()):
+            return float(entry["seconds_per_step"]), f"measured on {on} ({path}, {entry['date']})"
+    return None
+
+
+def _out_of_band(entry: Entry, run: PastRun, path: Path) -> list[str]:
+    means = {start: (end, loss) for start, end, loss in part_means(run.curve("loss"))}
+    for part in entry["loss_band"]:
+        (start, end), (low, high) = part["steps"], part["loss"]
+        last, loss = means.get(start, (None, low))
+        if last == end and not low <= loss <= high:
+            return [
+                f"the loss of steps {start} to {end} is {loss:.4f}, out of the band of {path}: {low:.4f} to {high:.4f}"
+            ]
+    return []
+
+
+def _too_slow(entry: Entry, run: PastRun, path: Path, here: tuple[Any, Any]) -> list[str]:
+    speed, promised = run.summary.get("tokens_per_second"), entry["tokens_per_second"]["median"]
+    if _place(entry) != here or not isinstance(speed, float) or speed >= SLOW * promised:
+        return []
+    return [f"{speed:,.0f} trained tokens per second, where {path} has {promised:,.0f} on the same hardware"]
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[Any, Any]:
+    return entry["hardware"], entry["num_processes"]
+
+
+def _without_seed(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in identity.items() if key != SEED}
