@@ -4,8 +4,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install quickstart test test-slow torture bench bench-data bench-packing bench-loss bench-gpu bench-start check \
-	format clean
+.PHONY: install quickstart test test-slow torture bench bench-data bench-packing bench-loss bench-gpu bench-start \
+	bench-scaling check format clean
 
 install: .venv/installed
 
@@ -53,6 +53,10 @@ bench-gpu: install
 # From launch to the first step, against the imports alone. About 3 minutes; quiet machines only.
 bench-start: install
 	$(BIN)/python benchmarks/start_time.py
+
+# What a second process is worth.
+bench-scaling: install
+	$(BIN)/python benchmarks/process_scaling.py
 
 check: install
 	$(BIN)/ruff check .

@@ -237,20 +237,22 @@ CONTESTANTS: dict[str, Callable[[Contest, Path], list[str]]] = {
 NEEDS = {TRL: "trl", TRL_REBALANCED: "trl", "Lightning, DDP": "lightning", "LLaMA-Factory": "llamafactory"}
 
 
-def launched(command: list[str], out: Path) -> list[str]:
-    """Return a contestant's command as two processes with the clock."""
+def launched(command: list[str], out: Path, num_processes: int = NUM_PROCESSES) -> list[str]:
+    """Return a contestant's command as so many processes with the clock."""
     python, *target = command
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(NUM_PROCESSES)]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     return [*torchrun, str(HERE / "clock.py"), str(out), *target]
 
 
-def run_contestant(name: str, contest: Contest, label: str, limit: float) -> Run:
+def run_contestant(
+    name: str, contest: Contest, label: str, limit: float, num_processes: int = NUM_PROCESSES
+) -> Run:
     """Run one contestant to its end in at most `limit` seconds; a failure is told, not raised."""
     out = contest.folder / f"{label}-{''.join(letter for letter in name if letter.isalnum())}"
-    command = launched(CONTESTANTS[name](contest, out), out)
+    command = launched(CONTESTANTS[name](contest, out), out, num_processes)
     environ = {**os.environ, **surroundings(contest.folder)}
     load, began = os.getloadavg()[0], time.perf_counter()
-    files = [out.with_name(f"{out.name}-rank{rank}.json") for rank in range(NUM_PROCESSES)]
+    files = [out.with_name(f"{out.name}-rank{rank}.json") for rank in range(num_processes)]
     with (out.parent / f"{out.name}.log").open("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, env=environ, cwd=contest.folder, stdout=log, stderr=subprocess.STDOUT)
         try:
