@@ -219,7 +219,7 @@ def llamafactory(contest: Contest, out: Path) -> list[str]:
         "ddp_find_unused_parameters": False,
     }
     given |= {"quantization_bit": 4, "quantization_method": "bnb"} if contest.nf4 else {}
-    settings = out.parent / f"{out.name}.yaml"
+    settings = contest.folder / f"{out.name}.yaml"
     settings.write_text(json.dumps(given, indent=1), encoding="utf-8")
     return [str(python_of("llamafactory")), "-m", "llamafactory.launcher", str(settings)]
 

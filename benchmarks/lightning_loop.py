@@ -50,6 +50,8 @@ class Loop(lightning.LightningModule):  # type: ignore[misc]
             base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
         lora = LoraConfig(r=settings["r"], lora_alpha=settings["alpha"], target_modules="all-linear")
         self.model = get_peft_model(base, LoraConfig(**{**lora.to_dict(), "task_type": "CAUSAL_LM"}))
+        # Lightning leaves modules in the mode they are in, and from_pretrained gives models for evaluation.
+        self.model.train()
 
     def training_step(self, batch: dict[str, Any], number: int) -> Any:
         """Return the mean loss of a micro-batch."""

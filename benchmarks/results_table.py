@@ -90,9 +90,8 @@ def render(found: Mapping[str, Any]) -> str:
     parts = [
         f"# Training speed, {found['date']}",
         f"{machine['cpu']}, {machine['cores']} cores, load average {loads[0]} before and {loads[1]} after; "
-        f"{settings['processes']} processes of {settings['threads']} thread, {settings['rounds']} rounds of "
-        f"{settings['steps']} optimizer steps. A ratio is finetune.py's trained tokens a second by the other's in the "
-        "same round; medians, the lowest first.",
+        f"{settings['processes']} processes of {settings['threads']} thread. A ratio is finetune.py's trained tokens a "
+        "second by the other's in the same round; medians, the lowest first.",
         table(head, ratio_rows(contests)),
         f"finetune.py, trained tokens a second: {'; '.join(ours)}.",
         "## Padding",
@@ -103,7 +102,8 @@ def render(found: Mapping[str, Any]) -> str:
     ]
     for name, one in contests.items():
         losses = "; ".join(f"{who} {loss:.6f}" for who, loss in one["first_losses"].items() if loss is not None)
-        parts += [f"## {name}", f"{one['model_rows_and_batch']}. First loss of one global batch: {losses}."]
+        runs = f"{one['rounds']} rounds of {one['steps']} optimizer steps"
+        parts += [f"## {name}", f"{one['model_rows_and_batch']}, {runs}. First loss of one global batch: {losses}."]
         parts.append("\n".join(f"- {who}: `{command}`" for who, command in one["commands"].items()))
     parts += ["## Versions", "\n".join(versions_by_contestant(contests))]
     broken = found["broken_promises"]

@@ -81,10 +81,11 @@ def check_losses(contest: Contest, names: list[str]) -> dict[str, dict[str, Any]
 
 
 def compete(contest: Contest, names: list[str], rounds: int) -> dict[str, list[Run]]:
-    """Let the contestants take turns; one that fails is told of and drops out."""
+    """Let the contestants take turns, every other round backwards; one that fails is told of and drops out."""
     found: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(rounds):
-        for name in [one for one in names if all(run.error is None for run in found[one])]:
+        in_order = names if number % 2 == 0 else names[::-1]
+        for name in [one for one in in_order if all(run.error is None for run in found[one])]:
             run = run_contestant(name, contest, f"round{number}", LIMIT_SECONDS)
             found[name].append(run)
             said = run.error or f"{run.tokens_per_second:,.0f} trained tokens/s, {run.whole_seconds:.0f} s in all"
@@ -103,6 +104,8 @@ def hold_contest(name: str, size: Size, given: argparse.Namespace, folder: Path)
     errors |= {one: run.error for one, all_runs in runs.items() for run in all_runs if run.error}
     finished = {one: all_runs for one, all_runs in runs.items() if one not in errors}
     return {
+        "steps": given.steps * size.times_the_steps,
+        "rounds": given.rounds,
         "model_rows_and_batch": f"{size.rows.name}, global batch {size.global_batch}, micro-batch {size.micro_batch}",
         "ratios": ratios_of(finished, OURS),
         "errors": errors,
@@ -122,10 +125,13 @@ def run_everything(given: argparse.Namespace) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
         "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()},
-        "settings": {"rounds": given.rounds, "steps": given.steps, "processes": NUM_PROCESSES, "threads": 1},
+        "settings": {"processes": NUM_PROCESSES, "threads": 1},
         "padding": measure(given.rows, given.tokenizer),
         "contests": {},
     }
+    earlier = (given.results / found["date"]).with_suffix(".json")
+    if earlier.exists():  # contests of the same day, held one by one
+        found["contests"] |= json.loads(earlier.read_text(encoding="utf-8"))["contests"]
     with TemporaryDirectory() as folder:
         for label, size in sizes(given).items():
             for method in ("LoRA", "QLoRA"):
@@ -163,7 +169,13 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="of a run; ten times as many of the tiny model")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder that the results go to")
-    parser.add_argument("--contests", nargs="+", choices=contests, default=contests)
+    parser.add_argument(
+        "--contests",
+        nargs="+",
+        choices=contests,
+        default=contests,
+        help="others held on the same day stay in the results",
+    )
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     given = parser.parse_args()
     if OURS not in given.contestants:
