@@ -244,9 +244,7 @@ def launched(command: list[str], out: Path, num_processes: int = NUM_PROCESSES) 
     return [*torchrun, str(HERE / "clock.py"), str(out), *target]
 
 
-def run_contestant(
-    name: str, contest: Contest, label: str, limit: float, num_processes: int = NUM_PROCESSES
-) -> Run:
+def run_contestant(name: str, contest: Contest, label: str, limit: float, num_processes: int = NUM_PROCESSES) -> Run:
     """Run one contestant to its end in at most `limit` seconds; a failure is told, not raised."""
     out = contest.folder / f"{label}-{''.join(letter for letter in name if letter.isalnum())}"
     command = launched(CONTESTANTS[name](contest, out), out, num_processes)

@@ -29,7 +29,7 @@ def measure(contest: Contest, rounds: int) -> dict[str, Any]:
     """Return the speeds of one contest by number of processes, and what the second is worth."""
     speeds: dict[int, list[float]] = {number: [] for number in PROCESSES}
     for turn in range(rounds):
-        for number in PROCESSES:
+        for number in PROCESSES if turn % 2 == 0 else PROCESSES[::-1]:
             run = run_contestant(OURS, contest, f"round{turn}-{number}", LIMIT_SECONDS, number)
             if run.error:
                 raise SystemExit(f"{contest.name} on {number}: {run.error}")

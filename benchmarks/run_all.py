@@ -90,6 +90,8 @@ def compete(contest: Contest, names: list[str], rounds: int) -> dict[str, list[R
             found[name].append(run)
             said = run.error or f"{run.tokens_per_second:,.0f} trained tokens/s, {run.whole_seconds:.0f} s in all"
             print(f"{contest.name}: round {number + 1}: {name}: {said}", flush=True)
+            if name == OURS and run.error:
+                raise SystemExit(f"{OURS}: {run.error}")
     return found
 
 
@@ -104,6 +106,8 @@ def hold_contest(name: str, size: Size, given: argparse.Namespace, folder: Path)
     errors |= {one: run.error for one, all_runs in runs.items() for run in all_runs if run.error}
     finished = {one: all_runs for one, all_runs in runs.items() if one not in errors}
     return {
+        "held_by": shlex.join(["python", *sys.argv]),
+        "load_average": os.getloadavg(),
         "steps": given.steps * size.times_the_steps,
         "rounds": given.rounds,
         "model_rows_and_batch": f"{size.rows.name}, global batch {size.global_batch}, micro-batch {size.micro_batch}",
@@ -131,7 +135,10 @@ def run_everything(given: argparse.Namespace) -> dict[str, Any]:
     }
     earlier = (given.results / found["date"]).with_suffix(".json")
     if earlier.exists():  # contests of the same day, held one by one
-        found["contests"] |= json.loads(earlier.read_text(encoding="utf-8"))["contests"]
+        held = json.loads(earlier.read_text(encoding="utf-8"))["contests"]
+        found["contests"] |= {
+            name: one for name, one in held.items() if name not in given.contests and "held_by" in one
+        }
     with TemporaryDirectory() as folder:
         for label, size in sizes(given).items():
             for method in ("LoRA", "QLoRA"):

@@ -156,6 +156,20 @@ def test_models_that_let_rows_see_each_other_are_refused(kind, dtype):
         check_rows_apart(build_recipe("base", packing=True), model, dtype)
 
 
+def test_what_is_looked_at_is_what_a_run_trains_on():
+    """OPT's positions reach no mask of transformers': its rows are apart by ours, which a compiled run does without."""
+    model = build("opt", "sdpa", **LET_SEE["opt"])
+    check_rows_apart(build_recipe("base", packing=True), model, "float32")
+    with pytest.raises(Refused, match="would let joined rows see each other"):
+        check_rows_apart(build_recipe("base", packing=True, torch_compile=True), model, "float32")
+
+
+def test_a_model_that_never_spares_its_mask_keeps_rows_apart_too():
+    model = build("falcon", "sdpa", alibi=False, new_decoder_architecture=False)
+    assert measure_apart(model, "float32").reached == 0.0
+    assert measure_apart(model, "float32", compiled=True).reached == 0.0
+
+
 def test_a_model_that_takes_no_positions_or_counts_in_chunks_is_refused():
     recipe = build_recipe("base", packing=True)
     model = build("llama")

@@ -134,6 +134,11 @@ def test_y13_what_a_cpu_lacks_is_refused_with_a_replacement(plan_of, sections, t
     assert key in message and instead in message
 
 
+def test_an_optimizer_that_trains_at_other_weights_is_refused(plan_of):
+    message = refusal(plan_of, 1, "cpu", "", optim="schedule_free_adamw")
+    assert "training.optim" in message and "adamw_torch" in message
+
+
 def test_y13_flash_attention_is_refused_whether_installed_or_not(plan_of, monkeypatch):
     sections = MODEL.format("attn_implementation: flash_attention_2")
     for found in (None, object()):

@@ -246,6 +246,12 @@ def _check_reports(sections: Sections, report: Report) -> None:
                 report("training.report_to", message, f"unset {variable}")
 
 
+def _check_averaged_weights(sections: Sections, report: Report) -> None:
+    if sections.get("training.optim", "").startswith("schedule_free"):
+        message = "trains at other weights than those it is measured and saved with, which is not built here"
+        report("training.optim", message, "Use adamw_torch, with training.lr_scheduler_type")
+
+
 def _check_packages(sections: Sections, report: Report) -> None:
     optimizer = sections.get("training.optim", "")
     for prefix, package in OPTIMIZER_PACKAGES.items():
@@ -281,5 +287,6 @@ CHECKS = (
     _check_idle_keys,
     _check_local_revisions,
     _check_reports,
+    _check_averaged_weights,
     _check_packages,
 )

@@ -194,7 +194,7 @@ REPORT_PACKAGES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 OPTIMIZER_PACKAGES: Final[Mapping[str, str]] = {
     "galore": "galore_torch", "apollo": "apollo_torch", "lomo": "lomo_optim", "adalomo": "lomo_optim",
-    "grokadamw": "grokadamw", "schedule_free": "schedulefree", "stable_adamw": "optimi", "adamw_torch_4bit": "torchao",
+    "grokadamw": "grokadamw", "stable_adamw": "optimi", "adamw_torch_4bit": "torchao",
     "adamw_torch_8bit": "torchao", "adamw_anyprecision": "torchdistx", "adamw_torch_xla": "torch_xla",
     "adamw_torch_npu": "torch_npu",
 }  # fmt: skip

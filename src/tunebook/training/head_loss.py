@@ -7,7 +7,7 @@ pieces whose logits are made again in the backward. Sum and gradient are those o
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +69,12 @@ class HeadLoss:
         `inputs` are what the model takes and the labels, `targets` the `positions` and `ids` of the labels that count,
         as `pad_right` and `join_rows` make them, on the model's device.
         """
-        if self._compiled:
-            return self._sums(model, inputs, targets, want_right)
-        with known_rows(self._attention, inputs) as given:
+        with self.knowing_rows(inputs) as given:
             return self._sums(model, given, targets, want_right)
+
+    def knowing_rows(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Give the inputs to run the model on inside, where its masks are made from what is known of the rows."""
+        return nullcontext(inputs) if self._compiled else known_rows(self._attention, inputs)
 
     def _sums(self, model: Any, inputs: dict[str, Any], targets: dict[str, Any], want_right: bool) -> Sums:
         inputs = {**inputs, "use_cache": False}

@@ -1,7 +1,7 @@
 """Whether a model keeps rows apart that are joined to one sequence: looked at, not looked up."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ def check_rows_apart(recipe: Recipe, model: Any, compute_dtype: str) -> None:
         reason = f"attends in chunks of {chunk} tokens, which are counted from the start of the joined rows"
         raise _refusal(recipe, f"{name} {reason}")
     try:
-        apart = measure_apart(model, compute_dtype)
+        apart = measure_apart(model, compute_dtype, compiled=bool(recipe.arguments.get("torch_compile")))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise _refusal(recipe, f"{name} takes no joined rows: {' '.join(str(error).split())}") from error
     if not apart.holds(compute_dtype):
@@ -66,10 +66,11 @@ def check_rows_apart(recipe: Recipe, model: Any, compute_dtype: str) -> None:
         raise _refusal(recipe, f"{name} {reason}")
 
 
-def measure_apart(model: Any, compute_dtype: str) -> Apart:
+def measure_apart(model: Any, compute_dtype: str, compiled: bool = False) -> Apart:
     """Run three small forward passes of random rows, one with its gradient; torch's own seed is left alone.
 
-    The model is left in the mode it was found in, and its parameters get no gradient.
+    The model is left in the mode it was found in, and its parameters get no gradient. One that will be `compiled` is
+    run as it trains then, with the masks that transformers makes.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = len(model.get_input_embeddings().weight)
@@ -78,10 +79,10 @@ def measure_apart(model: Any, compute_dtype: str) -> Apart:
     model.eval()
     try:
         with torch.no_grad():
-            alone = _logits_of_row(model, compute_dtype, [row])
-            in_view = _logits_of_row(model, compute_dtype, [before + row])
+            alone = _logits_of_row(model, compute_dtype, compiled, [row])
+            in_view = _logits_of_row(model, compute_dtype, compiled, [before + row])
         with _caught_embeddings(model) as embeddings:
-            joined = _logits_of_row(model, compute_dtype, [before, row])
+            joined = _logits_of_row(model, compute_dtype, compiled, [before, row])
         direction = torch.randn(joined.shape, generator=generator).to(joined.device)
         [gradient] = torch.autograd.grad((joined * direction).sum(), embeddings)
     finally:
@@ -112,15 +113,15 @@ def _caught_embeddings(model: Any) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _logits_of_row(model: Any, compute_dtype: str, rows: list[list[int]]) -> torch.Tensor:
+def _logits_of_row(model: Any, compute_dtype: str, compiled: bool, rows: list[list[int]]) -> torch.Tensor:
     """Return the logits of the last of the joined rows, (tokens of that row, vocabulary) in float32."""
     micro_batch = join_rows([{"input_ids": row, "labels": [IGNORED_LABEL] * len(row)} for row in rows])
     device, dtype = model.get_input_embeddings().weight.device, getattr(torch, compute_dtype)
     inputs = tensors_of(micro_batch, str(device))
     del inputs["labels"]
     precision = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    with known_rows(attention_of(model), inputs) as inputs, precision:
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits[0, -ROW_LENGTHS[1] :]
+    with nullcontext(inputs) if compiled else known_rows(attention_of(model), inputs) as given, precision:
+        logits: torch.Tensor = model(**given, use_cache=False).logits[0, -ROW_LENGTHS[1] :]
     return logits.float()
 
 

@@ -57,6 +57,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
 
         Raises StopAgreed on all processes when one was asked to stop; `save_where_it_stands` may follow.
         """
+        self.model.train()  # all of it: from_pretrained leaves a base that an adapter is put on in evaluation mode
         self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.folder))
 
     def go_on_from(self, checkpoint: Checkpoint) -> Progress:

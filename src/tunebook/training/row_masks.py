@@ -16,7 +16,6 @@ from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
     packed_sequence_mask_function,
-    remap_positions_for_packed_sequence,
 )
 
 MakeMask = Callable[..., Any]
@@ -60,16 +59,18 @@ def _without_asking(make_mask: MakeMask) -> MakeMask:
     `allow_is_causal_skip` is how a model says that its mask is the causal one and nothing more.
     """
 
-    def made(*, allow_is_causal_skip: bool = True, **given: Any) -> Any:
-        rows = _known.get()
-        if rows is None or not allow_is_causal_skip or given["q_length"] != given["kv_length"]:
-            return make_mask(allow_is_causal_skip=allow_is_causal_skip, **given)
+    def made(**given: Any) -> Any:
+        rows = None if torch.compiler.is_compiling() else _known.get()
+        if rows is None or given["q_length"] != given["kv_length"]:
+            return make_mask(**given)
         if rows.positions is None:
-            return make_mask(allow_is_causal_skip=True, **{**given, "attention_mask": None})
+            return make_mask(**{**given, "attention_mask": None} if given.get("allow_is_causal_skip", True) else given)
+        if given["q_length"] != rows.positions.shape[-1]:  # of something else than the tokens, such as patches of them
+            return make_mask(**given)
         row_numbers = (rows.positions == 0).cumsum(dim=-1)
-        inside_rows = remap_positions_for_packed_sequence(given["mask_function"], rows.positions)
-        mask = and_masks(inside_rows, packed_sequence_mask_function(row_numbers))
-        return make_mask(allow_is_causal_skip=False, **{**given, "mask_function": mask, "attention_mask": None})
+        mask = and_masks(given["mask_function"], packed_sequence_mask_function(row_numbers))
+        never_spared = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return make_mask(**{**given, **never_spared, "mask_function": mask, "attention_mask": None})
 
     return made
 

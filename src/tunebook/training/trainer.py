@@ -75,7 +75,8 @@ class RecipeTrainer(ResumableTrainer):
         """
         targets = inputs.pop("targets")
         if self._makes_all_logits:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with self._head_loss.knowing_rows(inputs) as given:
+                return super().compute_loss(model, given, return_outputs, num_items_in_batch)
         loss = self._head_loss.sums(model, inputs, targets).loss / num_items_in_batch
         self.meet_in_backward()
         return (loss * self.accelerator.num_processes).float()
