@@ -109,8 +109,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 - one for each option
         elif num_processes > 1:
             from tunebook.launching.launch import launch_words
 
-            raise typer.Exit(
-                launch_words(["-m", "tunebook.commands.cli", "eval", *as_words(run, wanted)], num_processes)
-            )
+            words = ["-m", "tunebook.commands.cli", "eval", *as_words(run, wanted)]
+            raise typer.Exit(launch_words(words, num_processes))
         else:
             measure_here(run, wanted)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tunebook.system.hardware import name_hardware
 from tunebook.runs.identity import Identity
 from tunebook.runs.past import PastRun
+from tunebook.system.hardware import name_hardware
 
 CONTENTS = {"data": "data fingerprint", "tokenizer": "tokenizer", "base model": "base"}
 

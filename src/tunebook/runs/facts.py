@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from tunebook.card.public_text import shown_value
 from tunebook.plan.arithmetic import counted
 from tunebook.runs.charts import is_drawable
 from tunebook.runs.past import PastRun
-from tunebook.card.public_text import shown_value
 from tunebook.system.secret_text import hide_paths, hide_tokens
 
 LONGEST_TEXT = 2000

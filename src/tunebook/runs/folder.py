@@ -13,14 +13,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tunebook.runs.checkpoints import list_checkpoints
 from tunebook.errors import Problem, Refused
-from tunebook.runs.identity import Identity, find_differences, recipe_identity, taken_over
-from tunebook.plan.plan import Plan
 from tunebook.launching.process_group import refuse_together
+from tunebook.launching.world import World
+from tunebook.plan.plan import Plan
 from tunebook.recipe.reading import write_resolved
 from tunebook.recipe.schema import Recipe
-from tunebook.launching.world import World
+from tunebook.runs.checkpoints import list_checkpoints
+from tunebook.runs.identity import Identity, find_differences, recipe_identity, taken_over
 from tunebook.system.writing import delete_leftovers, write_whole
 
 SUMMARY = "run_summary.json"

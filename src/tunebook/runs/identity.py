@@ -7,10 +7,10 @@ from typing import Any
 
 from tunebook.data.cache import file_sha256
 from tunebook.errors import Problem
-from tunebook.system.places import is_local, local_path
 from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import AUTO, DataSection, ModelSection, Recipe
 from tunebook.recipe.upstream import lora_keys, quantization_keys, training_keys
+from tunebook.system.places import is_local, local_path
 
 Identity = dict[str, Any]
 

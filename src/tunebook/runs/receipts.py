@@ -12,10 +12,10 @@ from statistics import fmean, median
 from typing import Any
 
 from tunebook.errors import Problem, Refused
-from tunebook.runs.past import PastRun
 from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.folder import read_begun
+from tunebook.runs.past import PastRun
 from tunebook.system.writing import write_whole
 
 Entry = dict[str, Any]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook import __version__
-from tunebook.runs.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, build_curves, build_histogram, is_drawable
 from tunebook.errors import Problem, Refused
-from tunebook.runs.past import PastRun, read_past_runs
+from tunebook.runs.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Chart, build_curves, build_histogram, is_drawable
 from tunebook.runs.facts import collect_facts, collect_samples, collect_shares, compare_recipes, memory_unit
+from tunebook.runs.past import PastRun, read_past_runs
 from tunebook.system.writing import find_fault_of_place, write_whole
 
 # By this a page of ours is known, which may be written over.

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from tunebook.errors import EXIT_DONE, Problem, Refused
 from tunebook.launching.command import DeviceType
-from tunebook.runs.differences import Difference, compare_results, find_other_contents, find_surroundings
-from tunebook.runs.past import PastRun, read_past_runs
-from tunebook.system.places import is_local
+from tunebook.launching.world import World, count_gpus, world_of
 from tunebook.plan.plan import Plan
-from tunebook.plan.table import build_console
 from tunebook.plan.planning import plan_without_data
+from tunebook.plan.table import build_console
 from tunebook.recipe.reading import load_recipe, placed_in
 from tunebook.recipe.schema import AUTO, Recipe
+from tunebook.runs.differences import Difference, compare_results, find_other_contents, find_surroundings
 from tunebook.runs.folder import check_folder, read_begun
-from tunebook.launching.world import World, count_gpus, world_of
+from tunebook.runs.past import PastRun, read_past_runs
+from tunebook.system.places import is_local
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PROGRAMS = ("finetune.py", "train_ddp.py")

@@ -189,7 +189,7 @@ class RecipeTrainer(ResumableTrainer):
 def _train_mode_kept(wrapped: Any, bare: Any) -> Iterator[None]:
     """Spare a model that is in training mode the walk over all its modules that Trainer has it take per micro-batch.
 
-    Of a step of the tiny model that walk is a tenth.
+    In a profile of the tiny model's steps that walk is a tenth of them.
     """
     if not (wrapped.training and bare.training):
         yield
