@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+from threading import Timer
 
 import pytest
 
@@ -106,6 +107,30 @@ def test_two_runs_never_share_a_folder(plan, recipe):
             pass
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_ranks_that_look_at_once_are_in_nobodys_way(plan, recipe):
+    """Each rank of a launch asks whether the folder is free, and `tunebook report` may ask meanwhile."""
+    with open_run_folder(plan, recipe, IDENTITY, keep=False) as folder:
+        pass
+    with (folder / ".lock").open("r") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        check_folder(plan, recipe, fresh=True)
+        Timer(0.2, fcntl.flock, (other, fcntl.LOCK_UN)).start()
+        with open_run_folder(plan, recipe, IDENTITY, keep=True):
+            pass
+
+
+def test_one_that_is_turned_away_leaves_the_name_of_the_launch_that_holds_the_folder(plan, recipe, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with open_run_folder(plan, recipe, IDENTITY, keep=False) as folder:
+        monkeypatch.setattr("tunebook.runs.folder.check_free", lambda folder: None)  # both came at once
+        with pytest.raises(Refused, match="in use"), open_run_folder(plan, recipe, IDENTITY, keep=True):
+            pass
+        assert "29500" in (folder / ".lock").read_text()
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    with open_run_folder(plan, recipe, IDENTITY, keep=True):
+        assert "29501" in (folder / ".lock").read_text() and "29500" not in (folder / ".lock").read_text()
 
 
 def test_folders_that_are_no_runs_are_left_alone(plan, recipe, tmp_path):

@@ -27,6 +27,7 @@ SUMMARY = "run_summary.json"
 IDENTITY = "identity.json"
 LOCK = ".lock"
 SECONDS_TO_BE_SEEN = 10.0
+SECONDS_OF_LOOKING = 1.0
 # What a tunebook run writes; a folder that holds other things is not ours to fill or to move.
 OURS = ("plan.json", IDENTITY, SUMMARY, "metrics.jsonl", "checkpoints", "adapter", "quarantine.jsonl", LOCK)
 
@@ -125,7 +126,7 @@ def open_run_folder(plan: Plan, recipe: Recipe, identity: Identity, keep: bool) 
         if not keep and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
             _set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
+        lock = (folder / LOCK).open("a")  # what another run wrote there stays while that one holds it
     except OSError as error:
         for parent in made:
             if parent.is_dir():
@@ -134,6 +135,7 @@ def open_run_folder(plan: Plan, recipe: Recipe, identity: Identity, keep: bool) 
     with lock:
         _hold(lock.fileno(), folder)
         try:
+            lock.truncate(0)
             lock.write(_launch_name())
             lock.flush()
             _write_beginning(plan, recipe, identity, folder)
@@ -198,8 +200,8 @@ def check_free(folder: Path) -> None:
     if names and not os.access(folder, os.W_OK):
         raise Refused(Problem("holds a run, and cannot be written to", "Use --run-dir DIR", str(folder)))
     if LOCK in names:
-        with (folder / LOCK).open("r") as lock:
-            _hold(lock.fileno(), folder)
+        with (folder / LOCK).open("r") as lock:  # a shared lock, for all ranks of a launch ask at once
+            _hold(lock.fileno(), folder, fcntl.LOCK_SH)
 
 
 @contextmanager
@@ -212,13 +214,18 @@ def hold_finished(folder: Path) -> Iterator[None]:
         yield
 
 
-def _hold(lock: int, folder: Path) -> None:
-    try:
-        # Released by the system however the process ends, so a killed run never blocks the next one.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        fix = "Wait for it, or use --run-dir DIR"
-        raise Refused(Problem("is in use by a run that is going on", fix, str(folder))) from error
+def _hold(lock: int, folder: Path, kind: int = fcntl.LOCK_EX) -> None:
+    """Lock an open file, or raise Refused; waits a moment for those who only look whether the folder is free."""
+    deadline = time.monotonic() + SECONDS_OF_LOOKING
+    while True:
+        try:
+            # Released by the system however the process ends, so a killed run never blocks the next one.
+            return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                fix = "Wait for it, or use --run-dir DIR"
+                raise Refused(Problem("is in use by a run that is going on", fix, str(folder))) from error
+        time.sleep(0.02)
 
 
 def _set_aside(folder: Path) -> Path:
