@@ -184,5 +184,5 @@ def _licence_text(facts: CardFacts) -> str:
 def _template() -> Any:
     from jinja2 import Environment, StrictUndefined
 
-    text = files("tunebook").joinpath("cards", "model_card.md.jinja").read_text(encoding="utf-8")
+    text = files("tunebook.card").joinpath("templates", "model_card.md.jinja").read_text(encoding="utf-8")
     return Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(text)

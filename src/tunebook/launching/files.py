@@ -142,5 +142,5 @@ def _render_template(file: str, **values: object) -> str:
         keep_trailing_newline=False,
         autoescape=False,
     )
-    text = files("tunebook").joinpath("launchers", file).read_text(encoding="utf-8")
+    text = files("tunebook.launching").joinpath("templates", file).read_text(encoding="utf-8")
     return environment.from_string(text).render(values)

@@ -74,7 +74,7 @@ def render_report(runs: Sequence[PastRun]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("tunebook", "pages"),
+        loader=PackageLoader("tunebook.runs"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
