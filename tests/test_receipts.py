@@ -11,8 +11,19 @@ from finished_runs import finished_place, train_in
 from fork_server import shared_server
 from past_run_folders import write_run
 from tunebook.errors import Refused
+from tunebook.launching.world import World
+from tunebook.plan.plan import build_plan
+from tunebook.recipe.reading import load_recipe
+from tunebook.runs.identity import recipe_identity
 from tunebook.runs.past import read_past_runs
-from tunebook.runs.receipts import loss_band, part_means, read_receipt, receipt_path, write_receipt
+from tunebook.runs.receipts import (
+    find_step_seconds,
+    loss_band,
+    part_means,
+    read_receipt,
+    receipt_path,
+    write_receipt,
+)
 
 
 def entry(**values):
@@ -41,6 +52,40 @@ def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
     for one in (entry(date="1"), entry(date="2", num_processes=2), entry(date="3")):
         write_receipt(path, one)
     assert [one["date"] for one in read_receipt(path)] == ["2", "3"]
+
+
+def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path):
+    path = receipt_path(str(tmp_path / "mine.yaml"))
+    own, trial = entry(date="1"), entry(date="2", identity={"training.max_steps": 2})
+    write_receipt(path, own)
+    for one in (trial, {**trial, "date": "3"}):
+        write_receipt(path, one, overridden=True)
+    assert [one["date"] for one in read_receipt(path)] == ["1", "3"]
+    write_receipt(path, entry(date="4"))
+    assert [one["date"] for one in read_receipt(path)] == ["4"], "measured anew, with what was tried forgotten"
+
+
+@pytest.mark.parametrize(
+    ("change", "serves"),
+    [
+        ({}, True),
+        ({"training.learning_rate": 1.0}, True),
+        ({"training.global_batch_size": 80}, False),
+        ({"lora.r": 64}, False),
+        ({"quantization": "given"}, False),
+        ({"data.max_length": 17}, False),
+        ({"base model": "org/another@main"}, False),
+    ],
+)
+def test_the_time_of_a_step_is_that_of_the_same_model_batch_and_method(tmp_path, change, serves):
+    (tmp_path / "mine.yaml").write_text("model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\n")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    plan = build_plan(recipe, World())
+    identity = {"base model": "org/base@main", **recipe_identity(recipe, plan), **change}
+    one = entry(identity=identity, num_processes=plan.world_size, device=plan.device_type, date="1")
+    write_receipt(receipt_path(recipe.path), {**one, "seconds_per_step": 2.5})
+    found = find_step_seconds(recipe, plan, None)
+    assert (found is not None and found[0] == 2.5) == serves
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"measured": [{}]}', '{"measured": 3}', "\xff"])
@@ -111,7 +156,6 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     from tunebook.commands.bench import bench
     from tunebook.launching.command_line import read_command
     from tunebook.plan.planning import show_plan
-    from tunebook.recipe.reading import load_recipe
 
     folder, _ = place
     [run] = read_past_runs(["runs/recipe"])

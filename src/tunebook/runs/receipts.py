@@ -1,7 +1,7 @@
 """Receipts: what was measured when a recipe was run, kept beside it as recipes/NAME.receipt.json.
 
-One entry for each kind of hardware and number of processes. Its band is where the loss of the recipe lies at each part
-of the run, over several seeds: a later run that leaves it was not the recipe's.
+One entry for each kind of hardware, number of processes and values on the command line. Its band is where the loss of
+the recipe lies at each part of the run, over several seeds: a later run that leaves it was not the recipe's.
 """
 
 import json
@@ -15,7 +15,9 @@ from tunebook.errors import Problem, Refused
 from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.folder import read_begun
+from tunebook.runs.identity import recipe_identity
 from tunebook.runs.past import PastRun
+from tunebook.system.places import is_local
 from tunebook.system.writing import write_whole
 
 Entry = dict[str, Any]
@@ -25,6 +27,9 @@ LEAST_MARGIN = 0.02
 # A run at less than this part of the receipt's speed, on the same hardware and processes, is worth a word.
 SLOW = 0.7
 SEED = "training.seed"
+# Of what a result depends on, this is what the time of a step depends on, too: keys and whole sections.
+TIMED_KEYS = ("training.global_batch_size", "training.optim", "data.max_length", "data.train_on")
+TIMED_SECTIONS = ("model", "lora", "quantization")
 
 
 def receipt_path(recipe_path: str) -> Path:
@@ -46,9 +51,12 @@ def read_receipt(path: Path) -> list[Entry]:
         raise Refused(Problem("is no receipt that can be read", fix, str(path))) from error
 
 
-def write_receipt(path: Path, entry: Entry) -> None:
-    """Add an entry, in place of an earlier one of the same hardware and processes; whole or not at all."""
-    others = [one for one in read_receipt(path) if _place(one) != _place(entry)]
+def write_receipt(path: Path, entry: Entry, overridden: bool = False) -> None:
+    """Add an entry, in place of earlier ones of the same hardware and processes; whole or not at all.
+
+    One of values from the command line (`overridden`) replaces none but its own earlier one: the recipe's stays.
+    """
+    others = [one for one in read_receipt(path) if not _is_replaced(one, entry, overridden)]
     write_whole(path, json.dumps({"measured": [*others, entry]}, indent=1) + "\n")
 
 
@@ -120,15 +128,25 @@ def find_step_seconds(recipe: Recipe, plan: Plan, gpu: str | None) -> tuple[floa
     An entry serves where it was measured on such devices and processes with the values that time depends on; on the GPU
     of the name that is asked about, where one is.
     """
-    path = receipt_path(recipe.path)
+    path, asked = receipt_path(recipe.path), _timed(recipe_identity(recipe, plan))
     for entry in read_receipt(path):
         measured, on = entry["identity"], str(entry["hardware"])
         same = (entry["device"], entry["num_processes"]) == (plan.device_type, plan.world_size)
-        same &= measured.get("training.global_batch_size") == plan.global_batch_size
-        same &= measured.get("data.max_length") == plan.max_length and measured.get("model.dtype") == plan.compute_dtype
+        same &= _timed(measured) == asked and _is_base(str(measured.get("base model", "")), recipe.model.name_or_path)
         if same and (gpu is None or gpu.lower() in on.lower().split()):
             return float(entry["seconds_per_step"]), f"measured on {on} ({path}, {entry['date']})"
     return None
+
+
+def _timed(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for key, value in identity.items() if key in TIMED_KEYS or key.partition(".")[0] in TIMED_SECTIONS
+    }
+
+
+def _is_base(base: str, name: str) -> bool:
+    """Whether a run's base may be the model of this name; that of a folder is known by a hash, which takes reading."""
+    return is_local(name) or base.startswith(f"{name}@")
 
 
 def _out_of_band(entry: Entry, run: PastRun, path: Path) -> list[str]:
@@ -148,6 +166,10 @@ def _too_slow(entry: Entry, run: PastRun, path: Path, here: tuple[Any, Any]) -> 
     if _place(entry) != here or not isinstance(speed, float) or speed >= SLOW * promised:
         return []
     return [f"{speed:,.0f} trained tokens per second, where {path} has {promised:,.0f} on the same hardware"]
+
+
+def _is_replaced(earlier: Entry, entry: Entry, overridden: bool) -> bool:
+    return _place(earlier) == _place(entry) and (not overridden or earlier["identity"] == entry["identity"])
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[Any, Any]:
