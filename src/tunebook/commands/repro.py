@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-HELP = "Start the run in a folder of someone else's again, after saying what differs here; compare the results."
+HELP = "Start someone else's run again from its folder, say first what differs here, and compare the results."
 
 
 def repro(  # noqa: PLR0913, PLR0917 - one for each option

@@ -17,10 +17,10 @@ from tunebook.errors import Problem, Refused
 
 DeviceName = Literal["cuda", "cpu"]
 DeviceOption = Annotated[
-    DeviceName | None, typer.Option("--device", help="With --num-processes: its devices; cuda if left out.")
+    DeviceName | None, typer.Option("--device", help="With --num-processes: what they run on; cuda if left out.")
 ]
 GpuOption = Annotated[
-    str | None, typer.Option("--gpu", help="With --plan: does it fit a GPU of so many GiB, or of this name?")
+    str | None, typer.Option("--gpu", help="With --plan: does it fit a GPU of so many GiB, or a GPU such as a100?")
 ]
 StepSecondsOption = Annotated[
     float | None, typer.Option("--step-seconds", help="With --plan: the seconds that one step takes.")
@@ -44,8 +44,8 @@ class Command:
     step_seconds: float | None = None
 
 
-def read_command(words: Sequence[str]) -> Command:
-    """Read the command line of `finetune.py`. Raises Refused for words that it doesn't take; `--help` exits with 0."""
+def read_command(words: Sequence[str], program: str = "finetune.py") -> Command:
+    """Read the command line of `finetune.py` or `train_ddp.py`. Raises Refused for other words; --help exits."""
     command: list[Command] = []
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -65,7 +65,8 @@ def read_command(words: Sequence[str]) -> Command:
             int | None, typer.Option("--rows", min=1, help="With --plan: how many rows the data has.")
         ] = None,
         run_dir: Annotated[
-            str | None, typer.Option("--run-dir", help="The run folder; runs/<recipe's file name> if left out.")
+            str | None,
+            typer.Option("--run-dir", help="The run folder; else runs/NAME (train_ddp.py: NAME-ddp) for NAME.yaml."),
         ] = None,
         fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
         gpu: GpuOption = None,
@@ -75,9 +76,9 @@ def read_command(words: Sequence[str]) -> Command:
         command.append(Command(recipe, tuple(overrides or ()), *given))
 
     try:
-        app(list(words), prog_name="finetune.py", standalone_mode=False)
+        app(list(words), prog_name=program, standalone_mode=False)
     except TyperException as error:
-        fix = "finetune.py RECIPE [section.key=value ...], or --help"
+        fix = f"{program} RECIPE [section.key=value ...], or --help"
         raise Refused(Problem(error.format_message().rstrip("."), fix, "command line")) from error
     if not command:  # --help
         raise SystemExit(0)

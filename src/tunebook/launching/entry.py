@@ -36,7 +36,7 @@ def run_rank(story: Callable[[Command], None]) -> None:
     """
     watch_signals()
     try:
-        story(read_command(sys.argv[1:]))
+        story(read_command(sys.argv[1:], f"{story.__name__}.py"))
     except Refused as refused:
         exit_refused(refused)
     except TrainingFailed as failure:
