@@ -64,6 +64,7 @@ class Contest:
     num_labels: int
     nf4: bool
     size: Size
+    steps: int  # of an epoch
     epochs: int
 
     @property
@@ -114,7 +115,7 @@ def make_contest(name: str, size: Size, steps: int, epochs: int, folder: Path) -
     )
     if labels.returncode:
         raise SystemExit(labels.stderr)
-    return Contest(*contest, num_labels=int(labels.stdout.split()[-1]), nf4=nf4, size=size, epochs=epochs)
+    return Contest(*contest, num_labels=int(labels.stdout.split()[-1]), nf4=nf4, size=size, steps=steps, epochs=epochs)
 
 
 def surroundings(folder: Path) -> dict[str, str]:
@@ -265,6 +266,8 @@ def run_contestant(name: str, contest: Contest, label: str, limit: float, num_pr
     seen = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     first = seen[0]["first_labels"] if seen[0]["counts_all"] else sum(one["first_labels"] for one in seen)
     ends = seen[0]["ends"]
+    if len(ends) != (steps := contest.steps * contest.epochs):
+        return Run(error=f"took {len(ends)} optimizer steps, where the rows make {steps}: not the same training")
     return Run(
         labels=contest.num_labels * contest.epochs - first,
         seconds=max(one["ends"][-1] - one["ends"][0] for one in seen),

@@ -171,7 +171,7 @@ def compare(source: Path, tokenizer: Path, num_rows: int, rounds: int) -> dict[s
                 print(f"round {number + 1}: {name}: {num_rows / found[name][-1]['seconds']:,.0f} rows/s", flush=True)
         quarter = run_measure("tunebook", write_rows(source, num_rows // 4, Path(folder) / "few.json"), tokenizer)
     rates = {name: num_rows / statistics.median(one["seconds"] for one in runs) for name, runs in found.items()}
-    trl = min((name for name in MEASURES if name.startswith("trl")), key=lambda name: found[name][0]["seconds"])
+    trl = max((name for name in MEASURES if name.startswith("trl")), key=lambda name: rates[name])
     return {
         "what": f"{source.name} repeated to {num_rows} rows, {tokenizer.name}, max_length {MAX_LENGTH}",
         "rows_per_second": {name: round(rate, 1) for name, rate in rates.items()},

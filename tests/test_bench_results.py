@@ -74,6 +74,8 @@ def test_losing_rows_come_first_and_a_promise_that_is_not_kept_is_named():
     ]
     contests["tiny, LoRA"]["errors"]["trl sft"] = "its first loss is 1.0e-01 off: not the same training"
     assert broken_ratios(contests)[-1].startswith("tiny, LoRA: trl sft: its first loss")
+    contests["tiny, LoRA"]["errors"] = {"trl sft": "not installed: no room"}
+    assert broken_ratios(contests)[-1] == "tiny, LoRA: trl sft: not installed: no room", "absent is not kept, either"
 
 
 def test_padding_is_held_to_its_promise_too():

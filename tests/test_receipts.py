@@ -14,9 +14,10 @@ from tunebook.errors import Refused
 from tunebook.launching.world import World
 from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.runs.identity import recipe_identity
+from tunebook.runs.identity import recipe_identity, taken_over
 from tunebook.runs.past import read_past_runs
 from tunebook.runs.receipts import (
+    TIMED_SETTINGS,
     find_step_seconds,
     loss_band,
     part_means,
@@ -56,13 +57,13 @@ def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
 
 def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path):
     path = receipt_path(str(tmp_path / "mine.yaml"))
-    own, trial = entry(date="1"), entry(date="2", identity={"training.max_steps": 2})
-    write_receipt(path, own)
-    for one in (trial, {**trial, "date": "3"}):
-        write_receipt(path, one, overridden=True)
-    assert [one["date"] for one in read_receipt(path)] == ["1", "3"]
-    write_receipt(path, entry(date="4"))
-    assert [one["date"] for one in read_receipt(path)] == ["4"], "measured anew, with what was tried forgotten"
+    longer = entry(date="2", trial=True, identity={"training.max_steps": 2})
+    packed = entry(date="4", trial=True, settings={"data.packing": True})
+    for one in (entry(date="1"), longer, {**longer, "date": "3"}, packed, {**packed, "date": "5"}):
+        write_receipt(path, one)
+    assert [one["date"] for one in read_receipt(path)] == ["1", "3", "5"]
+    write_receipt(path, entry(date="6"))
+    assert [one["date"] for one in read_receipt(path)] == ["6"], "measured anew, with what was tried forgotten"
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,22 @@ def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path)
         ({"quantization": "given"}, False),
         ({"data.max_length": 17}, False),
         ({"base model": "org/another@main"}, False),
+        ({"settings": {"data.packing": True}}, False),
+        ({"settings": {"data.path": "org/longer-rows"}}, False),
+        ({"settings": {"training.per_device_train_batch_size": 3}}, False),
+        ({"settings": {"training.activation_checkpointing": False}}, False),
     ],
 )
 def test_the_time_of_a_step_is_that_of_the_same_model_batch_and_method(tmp_path, change, serves):
     (tmp_path / "mine.yaml").write_text("model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\n")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
     plan = build_plan(recipe, World())
-    identity = {"base model": "org/base@main", **recipe_identity(recipe, plan), **change}
-    one = entry(identity=identity, num_processes=plan.world_size, device=plan.device_type, date="1")
+    now = taken_over(recipe, plan)
+    settings = {name: now[name] for name in TIMED_SETTINGS} | change.get("settings", {})
+    others = {key: value for key, value in change.items() if key != "settings"}
+    identity = {"base model": "org/base@main", **recipe_identity(recipe, plan), **others}
+    place = {"num_processes": plan.world_size, "device": plan.device_type, "date": "1"}
+    one = entry(identity=identity, settings=settings, **place)
     write_receipt(receipt_path(recipe.path), {**one, "seconds_per_step": 2.5})
     found = find_step_seconds(recipe, plan, None)
     assert (found is not None and found[0] == 2.5) == serves

@@ -33,8 +33,8 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
             words = [path, *overrides, *fixed, f"training.seed={seed}", "--run-dir", folder]
             if (code := launch(find_script(), words, num_processes)) != EXIT_DONE:
                 return code
-        entry = build_entry(read_past_runs(folders), seeds)
-    write_receipt(receipt, entry, overridden=bool(overrides))
+        entry = build_entry(read_past_runs(folders), seeds, trial=bool(overrides))
+    write_receipt(receipt, entry)
     console = build_console()
     speed, part = entry["tokens_per_second"], entry["loss_band"][-1]
     low, high = part["loss"]

@@ -15,7 +15,7 @@ from tunebook.errors import Problem, Refused
 from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.folder import read_begun
-from tunebook.runs.identity import recipe_identity
+from tunebook.runs.identity import recipe_identity, taken_over
 from tunebook.runs.past import PastRun
 from tunebook.system.places import is_local
 from tunebook.system.writing import write_whole
@@ -30,6 +30,13 @@ SEED = "training.seed"
 # Of what a result depends on, this is what the time of a step depends on, too: keys and whole sections.
 TIMED_KEYS = ("training.global_batch_size", "training.optim", "data.max_length", "data.train_on")
 TIMED_SECTIONS = ("model", "lora", "quantization")
+# The same of what changes no result.
+TIMED_SETTINGS = (
+    "training.per_device_train_batch_size",
+    "training.activation_checkpointing",
+    "data.packing",
+    "data.path",
+)
 
 
 def receipt_path(recipe_path: str) -> Path:
@@ -51,17 +58,18 @@ def read_receipt(path: Path) -> list[Entry]:
         raise Refused(Problem("is no receipt that can be read", fix, str(path))) from error
 
 
-def write_receipt(path: Path, entry: Entry, overridden: bool = False) -> None:
+def write_receipt(path: Path, entry: Entry) -> None:
     """Add an entry, in place of earlier ones of the same hardware and processes; whole or not at all.
 
-    One of values from the command line (`overridden`) replaces none but its own earlier one: the recipe's stays.
+    A trial, with values from the command line, replaces none but an earlier trial of those values.
     """
-    others = [one for one in read_receipt(path) if not _is_replaced(one, entry, overridden)]
-    write_whole(path, json.dumps({"measured": [*others, entry]}, indent=1) + "\n")
+    others = [one for one in read_receipt(path) if not _is_replaced(one, entry)]
+    in_order = sorted([*others, entry], key=lambda one: bool(one.get("trial")))  # the first that fits is asked
+    write_whole(path, json.dumps({"measured": in_order}, indent=1) + "\n")
 
 
-def build_entry(runs: Sequence[PastRun], seeds: Sequence[int]) -> Entry:
-    """Return what completed runs of one recipe measured, one run for each seed."""
+def build_entry(runs: Sequence[PastRun], seeds: Sequence[int], trial: bool = False) -> Entry:
+    """Return what completed runs of one recipe measured, one for each seed; in a `trial` of other values than its own."""
     first = runs[0].summary
     begun = read_begun(str(runs[0].folder))
     assert begun is not None, "a completed run says what it began with"
@@ -69,6 +77,7 @@ def build_entry(runs: Sequence[PastRun], seeds: Sequence[int]) -> Entry:
     steps = int(first["num_optimizer_steps"])
     return {
         "date": date.today().isoformat(),
+        "trial": trial,
         "hardware": first["hardware"],
         "device": first["device"],
         "num_processes": first["world_size"],
@@ -81,6 +90,7 @@ def build_entry(runs: Sequence[PastRun], seeds: Sequence[int]) -> Entry:
         "eval_loss": [run.summary["eval_loss"] for run in runs],
         "loss_band": loss_band([run.curve("loss") for run in runs]),
         "identity": _without_seed(begun.identity),
+        "settings": {name: begun.settings.get(name) for name in TIMED_SETTINGS},
         "versions": dict(first["versions"]),
     }
 
@@ -128,11 +138,13 @@ def find_step_seconds(recipe: Recipe, plan: Plan, gpu: str | None) -> tuple[floa
     An entry serves where it was measured on such devices and processes with the values that time depends on; on the GPU
     of the name that is asked about, where one is.
     """
-    path, asked = receipt_path(recipe.path), _timed(recipe_identity(recipe, plan))
+    path, asked, now = receipt_path(recipe.path), _timed(recipe_identity(recipe, plan)), taken_over(recipe, plan)
+    settings = {name: now[name] for name in TIMED_SETTINGS}
     for entry in read_receipt(path):
         measured, on = entry["identity"], str(entry["hardware"])
         same = (entry["device"], entry["num_processes"]) == (plan.device_type, plan.world_size)
-        same &= _timed(measured) == asked and _is_base(str(measured.get("base model", "")), recipe.model.name_or_path)
+        same &= _timed(measured) == asked and entry.get("settings") == settings
+        same &= _is_base(str(measured.get("base model", "")), recipe.model.name_or_path)
         if same and (gpu is None or gpu.lower() in on.lower().split()):
             return float(entry["seconds_per_step"]), f"measured on {on} ({path}, {entry['date']})"
     return None
@@ -168,8 +180,12 @@ def _too_slow(entry: Entry, run: PastRun, path: Path, here: tuple[Any, Any]) -> 
     return [f"{speed:,.0f} trained tokens per second, where {path} has {promised:,.0f} on the same hardware"]
 
 
-def _is_replaced(earlier: Entry, entry: Entry, overridden: bool) -> bool:
-    return _place(earlier) == _place(entry) and (not overridden or earlier["identity"] == entry["identity"])
+def _is_replaced(earlier: Entry, entry: Entry) -> bool:
+    if _place(earlier) != _place(entry):
+        return False
+    return not entry.get("trial") or all(
+        earlier.get(key) == entry.get(key) for key in ("trial", "identity", "settings")
+    )
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[Any, Any]:

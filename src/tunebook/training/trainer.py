@@ -158,8 +158,15 @@ class RecipeTrainer(ResumableTrainer):
         """Clip by the norm over what is trained, without the walk over all parameters; FSDP asks for those."""
         if self.is_fsdp_enabled:
             return super()._clip_grad_norm(model)
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return self.accelerator.clip_grad_norm_(trained, self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm)
+
+    def _clear_gradients(self, set_to_none: bool = True) -> None:
+        for parameter in self._trained:
+            parameter.grad = None
+
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> GlobalBatchSampler:
         return self.batches
@@ -168,8 +175,11 @@ class RecipeTrainer(ResumableTrainer):
         """Spare DDP the broadcast of buffers in each step, which would overwrite what a rank's own rows made of them.
 
         They are equal at the start. Set on the module, since the argument that accelerate passes on is deprecated.
+        And spare each step a walk over all parameters to clear the gradients of those that are trained.
         """
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
+        if not self.is_fsdp_enabled:
+            model.zero_grad = self._clear_gradients
         if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
             model.forward_sync_buffers = False
         return model, dataloader
