@@ -69,7 +69,7 @@ def write_receipt(path: Path, entry: Entry) -> None:
 
 
 def build_entry(runs: Sequence[PastRun], seeds: Sequence[int], trial: bool = False) -> Entry:
-    """Return what completed runs of one recipe measured, one for each seed; in a `trial` of other values than its own."""
+    """Return what runs of one recipe measured, one for each seed; in a `trial` they had other values than its own."""
     first = runs[0].summary
     begun = read_begun(str(runs[0].folder))
     assert begun is not None, "a completed run says what it began with"
