@@ -28,7 +28,9 @@ from tunebook.runs.receipts import (
 
 
 def entry(**values):
-    return {"hardware": "a", "num_processes": 1, "identity": {}, "loss_band": [], **values}
+    speeds = {"median": 100.0, "least": 90.0, "most": 110.0}
+    known = {"hardware": "a", "device": "cpu", "num_processes": 1, "identity": {}, "loss_band": [], "date": "1"}
+    return {**known, "tokens_per_second": speeds, "seconds_per_step": 2.5, **values}
 
 
 def test_a_band_has_the_losses_of_all_seeds_and_as_much_again():
@@ -105,6 +107,36 @@ def test_what_is_no_receipt_is_refused_by_its_place(tmp_path, content):
         read_receipt(path)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: None} for name in entry() if name not in ("hardware", "device", "date")),
+        {"tokens_per_second": {}},
+        {"num_processes": float("inf")},
+        {"identity": [[1, 2]]},
+        {"loss_band": [{}]},
+        {"loss_band": [{"steps": [1], "loss": [1.0, 2.0]}]},
+        {"loss_band": [{"steps": [1, 2], "loss": [1.0, None]}]},
+    ],
+    ids=str,
+)
+def test_an_entry_that_would_fail_later_is_refused_when_it_is_read(tmp_path, change):
+    path = tmp_path / "mine.receipt.json"
+    write_receipt(path, entry())
+    assert len(read_receipt(path)) == 1
+    path.write_text(json.dumps({"measured": [entry(**change)]}))
+    with pytest.raises(Refused, match=r"mine\.receipt\.json: is no receipt"):
+        read_receipt(path)
+
+
+@pytest.mark.parametrize("name", entry())
+def test_an_entry_that_lacks_what_is_read_later_is_refused(tmp_path, name):
+    path = tmp_path / "mine.receipt.json"
+    path.write_text(json.dumps({"measured": [{key: value for key, value in entry().items() if key != name}]}))
+    with pytest.raises(Refused, match=r"mine\.receipt\.json: is no receipt"):
+        read_receipt(path)
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A copy of a folder with a finished run, as the current folder; launches go through the server of ranks."""
@@ -152,6 +184,21 @@ def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place
     assert "trained tokens per second, where recipe.receipt.json has 1,000,000,000 on the same hardware" in said
     other = train_in(folder, "--run-dir", "runs/other", "training.learning_rate=2e-3")
     assert other.rank_codes() == [0] and "receipt" not in other.output().split("--run-dir")[-1], "other values"
+
+
+@pytest.mark.slow
+def test_a_run_that_completed_is_not_failed_by_a_receipt_that_cannot_be_read(place):
+    folder, _ = place
+    path = folder / "recipe.receipt.json"
+    for content in ("<<<<<<< ours\n", '{"measured": [{"identity": {}, "loss_band": []}]}'):
+        path.write_text(content)
+        (folder / "finetune.log").unlink()
+        life = train_in(folder, "--fresh", "data.answer_rows=0")
+        said = life.output()
+        assert life.rank_codes() == [0], said[-3000:]
+        assert "note: recipe.receipt.json: is no receipt that can be read" in said
+        assert "adapter: runs/recipe/adapter" in said and "Traceback" not in said
+        assert path.read_text() == content
 
 
 def _beside(receipt, run):

@@ -47,15 +47,29 @@ def receipt_path(recipe_path: str) -> Path:
 def read_receipt(path: Path) -> list[Entry]:
     """Return the entries of a receipt, none where there is none. Raises Refused where the file holds something else."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["measured"]
-        return [
-            {**entry, "identity": dict(entry["identity"]), "loss_band": list(entry["loss_band"])} for entry in entries
-        ]
+        return [_read_entry(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["measured"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         fix = "Delete it; `tunebook bench` writes it anew"
         raise Refused(Problem("is no receipt that can be read", fix, str(path))) from error
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Entry:
+    """Return an entry that has all that is read of one, of the right kind; raise what indexing and numbers raise."""
+    band = []
+    for part in entry["loss_band"]:
+        (start, end), (low, high) = part["steps"], part["loss"]
+        band.append({"steps": [int(start), int(end)], "loss": [float(low), float(high)]})
+    return {
+        **entry,
+        **{name: str(entry[name]) for name in ("date", "hardware", "device")},
+        "num_processes": int(entry["num_processes"]),
+        "seconds_per_step": float(entry["seconds_per_step"]),
+        "tokens_per_second": {**entry["tokens_per_second"], "median": float(entry["tokens_per_second"]["median"])},
+        "loss_band": band,
+        "identity": {**entry["identity"]},
+    }
 
 
 def write_receipt(path: Path, entry: Entry) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.data.prepare import PreparedData
+from tunebook.errors import Refused
 from tunebook.launching.command_line import command_name
 from tunebook.launching.process_group import refuse_together
 from tunebook.launching.world import World
@@ -26,9 +27,17 @@ def show_result(result: RunResult, plan: Plan, world: World) -> None:
         return
     console = build_console()
     console.print(render_result_table(result), markup=False, soft_wrap=True)
-    [run] = read_past_runs([plan.run_dir])
-    print_notes((*result.notes, *compare_with_receipt(receipt_path(result.run.recipe.path), run)), console)
+    print_notes((*result.notes, *_compare_with_receipt(result.run.recipe, plan)), console)
     console.print(_render_places(plan.adapter_dir, plan.run_dir), markup=False, soft_wrap=True)
+
+
+def _compare_with_receipt(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return what the run is not that the receipt of its recipe promises, or that there is none that can be read."""
+    [run] = read_past_runs([plan.run_dir])
+    try:
+        return compare_with_receipt(receipt_path(recipe.path), run)
+    except Refused as refused:  # all is trained and written
+        return [problem.render() for problem in refused.problems]
 
 
 def is_finished(  # noqa: PLR0913, PLR0917 - what a run is made of
