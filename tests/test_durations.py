@@ -61,10 +61,11 @@ def test_a_receipt_counts_only_for_the_same_recipe_and_world(plan, tmp_path):
         ({"device": "cpu"}, None),
         ({"training_seconds": None}, None),
         ({"num_optimizer_steps": 0}, None),
+        ({"num_optimizer_steps": float("inf")}, None),
     ):
         place.write_text(json.dumps(receipt | change))
         assert read_step_seconds(str(tmp_path), "abc", plan) == expected, change
-    for text in ("", "[]", "{", "null"):
+    for text in ("", "[]", "{", "null", json.dumps([receipt]), "[" * 100_000):
         place.write_text(text)
         assert read_step_seconds(str(tmp_path), "abc", plan) is None
     place.unlink()

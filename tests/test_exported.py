@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from broken_off import adapter_of, largest_difference
 from finished_runs import finished_place, train_in
 from tunebook.errors import Refused
-from tunebook.export.exported import export_checkpoint, exported_folder
+from tunebook.export.export import export
+from tunebook.export.exported import exported_folder
 from tunebook.export.finished import open_finished
 from tunebook.model.model import keep_4bit_weights
 from tunebook.system.quiet import quiet_libraries
@@ -45,15 +46,17 @@ def logits(model):
 
 def test_a_checkpoint_has_its_own_weights_and_all_else_of_the_run(place, tmp_path):
     finished = open_finished("runs/recipe/checkpoints/checkpoint-4")
-    export_checkpoint(finished, tmp_path / "out")
+    out = tmp_path / "out"
+    with exported_folder(finished) as folder:
+        shutil.copytree(folder, out)
     weights = "adapter_model.safetensors"
-    assert (tmp_path / "out" / weights).read_bytes() == (finished.source / weights).read_bytes()
-    assert largest_difference(load_file(tmp_path / "out" / weights), adapter_of(place / "runs" / "recipe")) > 1e-4
-    ours, of_the_run = contents(tmp_path / "out"), contents(place / "runs" / "recipe" / "adapter")
+    assert (out / weights).read_bytes() == (finished.source / weights).read_bytes()
+    assert largest_difference(load_file(out / weights), adapter_of(place / "runs" / "recipe")) > 1e-4
+    ours, of_the_run = contents(out), contents(place / "runs" / "recipe" / "adapter")
     assert {name for name in of_the_run if of_the_run[name] != ours.get(name)} - {"README.md", "loss.png"} == {weights}
     with quiet_libraries():
         base = load_trained(open_finished("runs/recipe")).model.unload()
-        loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+        loaded = PeftModel.from_pretrained(base, out)
     trained = load_trained(finished)
     assert (logits(loaded) - logits(trained.model)).abs().max() == 0
     assert trained.prompts.name == "alpaca text"
@@ -63,10 +66,9 @@ def test_another_tokenizer_of_the_same_base_is_refused(place, tmp_path):
     shutil.copytree(place, tmp_path / "place")
     config = tmp_path / "place" / "base" / "tokenizer.json"
     config.write_text(config.read_text().replace("<|im_end|>", "<|im_over|>"))
-    finished = open_finished("runs/recipe/checkpoints/checkpoint-4", str(tmp_path / "place" / "base"))
     with pytest.raises(Refused, match="has another tokenizer or template than the run had"):
-        export_checkpoint(finished, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        export("runs/recipe/checkpoints/checkpoint-4", str(tmp_path / "out"), str(tmp_path / "place" / "base"))
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*")), "nothing is left of it"
 
 
 @pytest.mark.parametrize(

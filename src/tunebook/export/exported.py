@@ -12,7 +12,6 @@ from tunebook.export.finished import Finished
 from tunebook.export.past_base import check_base, check_tokenizer
 from tunebook.launching.world import world_of
 from tunebook.model.mutated_start import as_plain_lora, changes_base
-from tunebook.system.writing import folder_to_fill
 
 
 @contextmanager
@@ -32,18 +31,13 @@ def exported_folder(finished: Finished) -> Iterator[Path]:
         yield folder
 
 
-def export_checkpoint(finished: Finished, folder: Path) -> tuple[str, ...]:
-    """Write what the run would have left had it ended with the checkpoint, whole or not at all.
-
-    The base must be there: of most adapters its config, of those that changed it their whole weights. Returns notes
-    for the user. Raises Refused where base or template cannot be had any more.
-    """
-    with folder_to_fill(folder) as beside:
-        return fill_from_checkpoint(finished, beside, shutil.copyfile)
-
-
 def fill_from_checkpoint(finished: Finished, folder: Path, bring: Callable[[Path, Path], object]) -> tuple[str, ...]:
-    """Fill an empty folder with the export of a checkpoint; `bring` puts a file of weights at its new place."""
+    """Fill an empty folder with what the run would have left had it ended with the checkpoint.
+
+    `bring` puts a file of weights at its new place. The base must be there: of most adapters its config, of those that
+    changed it their whole weights. Returns notes for the user. Raises Refused where base or template cannot be had any
+    more.
+    """
     check_base(finished)
     from tunebook.system.quiet import quiet_libraries
 

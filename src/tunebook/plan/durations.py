@@ -1,7 +1,6 @@
 """How long a run takes: from a measured time of one step, or from the rate of a GPU."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +10,7 @@ from tunebook.errors import Problem, Refused
 from tunebook.model.shapes import ModelShape
 from tunebook.plan.memory import count_linear_parameters, query_width
 from tunebook.plan.plan import Plan
+from tunebook.runs.folder import read_summary
 
 # The share of a GPU's rate that fine-tuning reaches; 0.3 to 0.5 is what public training runs report. Not measured here.
 UTILISATION = 0.4
@@ -67,10 +67,10 @@ def plan_duration(plan: Plan, step_seconds: float, source: str) -> Duration:
 
 def read_step_seconds(run_dir: str, recipe_sha256: str, plan: Plan) -> float | None:
     """Return the seconds per step of a completed run of this recipe in `run_dir`, in the plan's world, or None."""
+    summary = read_summary(Path(run_dir)) or {}
     try:
-        summary: Mapping[str, Any] = json.loads((Path(run_dir) / "run_summary.json").read_text(encoding="utf-8"))
         seconds, steps = float(summary["training_seconds"]), int(summary["num_optimizer_steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
     same = (summary.get("status"), summary.get("recipe_sha256")) == ("completed", recipe_sha256)
     same &= (summary.get("world_size"), summary.get("device")) == (plan.world_size, plan.device_type)
