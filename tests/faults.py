@@ -272,6 +272,41 @@ def out_of_memory() -> None:
         return backward(tensor, *args, **kwargs)
 
     torch.Tensor.backward = limited
+def no_room_for_a_file() -> None:
+    """Have no room from the FAULT_NTH to the FAULT_LAST time that a file named FAULT_FILE is opened to be written."""
+    seen = [0]
+
+    def hear(event: str, values: tuple) -> None:
+        if event != "open" or not isinstance(values[0], str | os.PathLike) or not isinstance(values[2], int):
+            return
+        if Path(values[0]).name == os.environ["FAULT_FILE"] and values[2] & (os.O_WRONLY | os.O_RDWR) and is_here():
+            seen[0] += 1
+            if number("NTH", 1) <= seen[0] <= number("LAST", 1000):
+                say(f"no room for {values[0]}")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sys.addaudithook(hear)
+
+
+def no_memory_for_the_model() -> None:
+    """Run out of memory while the base is loaded, as on FAULT_MODE: cuda or cpu."""
+    import torch
+
+    from tunebook.model import model
+
+    class Loader(model.AutoModelForCausalLM):
+        @classmethod
+        def from_pretrained(cls, *args, **kwargs):
+            if is_here():
+                say("has no memory")
+                if os.environ["FAULT_MODE"] == "cuda":
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory (injected)")
+            return super().from_pretrained(*args, **kwargs)
+
+    model.AutoModelForCausalLM = Loader
+
+
 
 
 def cannot_see_checkpoints() -> None:

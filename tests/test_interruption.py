@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from broken_off import adapter_of, largest_difference, steps_saved, summary_of
+from broken_off import adapter_of, largest_difference, losses_of, steps_saved, summary_of
 from test_resume import Place, same_result
 
 pytestmark = pytest.mark.slow
@@ -128,6 +128,35 @@ def test_being_killed_while_saving_leaves_the_checkpoint_before(place, file, mod
 
 
 def test_running_out_of_memory_says_where_and_what_to_change(place):
+@pytest.mark.parametrize("script", ["finetune", "train_ddp"])
+def test_a_summary_that_cannot_be_written_is_said_before_training_and_after_it(place, script):
+    # The first one says that the run is going on, the second how it ended, the third that it failed.
+    for size, nth in ((1, 1), (2, 1), (2, 2)):
+        name = f"summary-{script}-{size}-{nth}"
+        fault = {"FAULT": "no_room_for_a_file", "FAULT_FILE": ".run_summary.json.writing", "FAULT_NTH": str(nth)}
+        life = place.run(name, size, SCRIPT=script, **fault)
+        assert life.rank_codes() == [1] * size, life.output()[-3000:]
+        assert "could not be saved: No space left on device" in life.output() and "[fault]" in life.output()
+        assert life.output().count("failed: ") == 1 and "Traceback" not in life.output()
+        has_ended = nth == 2
+        assert (f"The adapter in {name}/adapter is whole. Make room" in life.output()) == has_ended
+        assert (place.folder / name / "adapter").is_dir() == has_ended
+        if has_ended:
+            assert largest_difference(adapter_of(place.folder / name), adapter_of(place.unbroken(2))) < 1e-6
+        assert place.run(name, size, SCRIPT=script).rank_codes() == [0] * size
+        assert largest_difference(adapter_of(place.folder / name), adapter_of(place.unbroken(size))) < 1e-6
+
+
+def test_metrics_that_cannot_be_written_are_noted_once_and_the_run_goes_on(place):
+    fault = {"FAULT": "no_room_for_a_file", "FAULT_FILE": "metrics.jsonl", "FAULT_NTH": "3", "FAULT_LAST": "4"}
+    life = place.run("metrics", 2, **fault)
+    assert life.rank_codes() == [0, 0], life.output()[-3000:]
+    assert life.output().count("[fault]") == 2 and life.output().count("metrics.jsonl could not be saved") == 1
+    assert largest_difference(adapter_of(place.folder / "metrics"), adapter_of(place.unbroken(2))) == 0
+    known, expected = losses_of(place.folder / "metrics"), losses_of(place.unbroken(2))
+    assert known.items() < expected.items(), "the others are there"
+
+
     for size in (1, 2):
         life = place.run(f"memory-{size}", size, FAULT="out_of_memory", FAULT_NTH=str(16 // size - 1))
         assert life.rank_codes() == [1] * size and "Traceback" not in life.output()

@@ -13,6 +13,9 @@ from tunebook.card.files import write_run_cards
 from tunebook.data.prepare import write_quarantine
 from tunebook.errors import Interrupted, TrainingFailed
 from tunebook.model.adapter import exported_tensors, tensor_sha256, write_adapter
+from tunebook.plan.plan import Plan
+from tunebook.runs.checkpoints import list_checkpoints
+from tunebook.runs.folder import SUMMARY
 from tunebook.system.watchdog import set_last_words
 from tunebook.system.writing import explain_unwritten
 from tunebook.training.agreement import check_replicas
@@ -76,16 +79,18 @@ class Record:
         self.summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
         self.report: ProgressReport | None = None
         self._answers_before: tuple[str, ...] = ()
-        self._write()
-        if run.world.is_main:
-            folder = Path(run.plan.run_dir)
-            if run.data.num_bad_rows:
-                write_quarantine(run.data, folder / "quarantine.jsonl")
-            earlier = keep_metrics(folder / "metrics.jsonl", after_step)
-            trackers = build_trackers(run.recipe, folder, earlier)
-            self.report = ProgressReport(
-                folder / "metrics.jsonl", earlier=earlier, memory=self._memory, trackers=trackers
-            )
+        with written_for_all(Path(run.plan.run_dir), "Make room and run the same command again", OSError):
+            self._write()
+            if run.world.is_main:
+                self.report = self._begin_report(Path(run.plan.run_dir), after_step)
+
+    def _begin_report(self, folder: Path, after_step: int | None) -> ProgressReport:
+        run, metrics = self._run, folder / "metrics.jsonl"
+        if run.data.num_bad_rows:
+            write_quarantine(run.data, folder / "quarantine.jsonl")
+        earlier = keep_metrics(metrics, after_step)
+        trackers = build_trackers(run.recipe, folder, earlier)
+        return ProgressReport(metrics, earlier=earlier, memory=self._memory, trackers=trackers)
 
     @contextmanager
     def kept(self, trainer: Training) -> Iterator[None]:
@@ -120,7 +125,7 @@ class Record:
     def complete(self, trainer: Training, after: HeldOut) -> tuple[str, ...]:
         """Write the card and the summary of the finished run; every process takes part in its sums.
 
-        Returns rank 0's notes for the user.
+        Returns rank 0's notes for the user. Raises TrainingFailed on every process when rank 0 cannot write it.
         """
         run = self._run
         notes: tuple[str, ...] = ()
@@ -128,7 +133,8 @@ class Record:
         self._write_rows(after.answers)
         if run.world.is_main:
             notes = write_run_cards(run.recipe, run.plan, self.summary)
-        self._write()
+        with written_for_all(Path(run.plan.run_dir) / SUMMARY, _only_summary_lacks(run.plan), OSError):
+            self._write()
         return notes
 
     def _write_rows(self, answers_after: tuple[str, ...] = ()) -> None:
@@ -139,6 +145,27 @@ class Record:
     def _write(self) -> None:
         if self._run.world.is_main:
             write_summary(self.summary, self._run.plan.run_dir)
+
+
+@contextmanager
+def written_for_all(place: Path, advice: str, *errors: type[Exception]) -> Iterator[None]:
+    """Let rank 0 write inside, while the others wait; where it cannot, raise the same TrainingFailed on every process.
+
+    `errors` are those that say so: torch and safetensors have errors of their own for a full disk.
+    """
+    problem = None
+    try:
+        yield
+    except errors as error:
+        problem = f"{explain_unwritten(error, place)}. {advice}"
+    if (problem := from_rank_0(problem)) is not None:
+        raise TrainingFailed(problem)
+
+
+def _only_summary_lacks(plan: Plan) -> str:
+    goes_on = list_checkpoints(Path(plan.run_dir) / "checkpoints")
+    again = "goes on from the last checkpoint" if goes_on else "trains anew"
+    return f"The adapter in {plan.adapter_dir} is whole. Make room and run the same command again, which {again}"
 
 
 def measure_held_out(trainer: Training, run: ReadyRun) -> HeldOut:
@@ -202,14 +229,8 @@ def write_adapter_on_main(run: ReadyRun, model: Any) -> tuple[str, ...]:
     check_weights_finite(model)
     tensors = exported_tensors(model) if run.world.shards else None
     notes: tuple[str, ...] = ()
-    problem = None
-    if run.world.is_main:
-        folder = Path(run.plan.adapter_dir)
-        try:
+    folder, advice = Path(run.plan.adapter_dir), "Make room and run the same command again"
+    with written_for_all(folder, advice, OSError, RuntimeError, SafetensorError):
+        if run.world.is_main:
             notes = write_adapter(model, run.tokenizer, run.recipe, folder, run.data.stop_token_id, tensors)
-        # torch and safetensors have errors of their own for a full disk.
-        except (OSError, RuntimeError, SafetensorError) as error:
-            problem = f"{explain_unwritten(error, folder)}. Make room and run the same command again"
-    if (problem := from_rank_0(problem)) is not None:
-        raise TrainingFailed(problem)
     return notes

@@ -1,8 +1,10 @@
 """What rank 0 shows while it trains, and metrics.jsonl: a progress bar on a terminal, plain lines elsewhere."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.system.writing import write_whole
+from tunebook.system.writing import explain_unwritten, write_whole
 from tunebook.training.measuring import PeakMemory
 from tunebook.training.trackers import Tracker
 
@@ -39,6 +41,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._num_steps_at_start = 0
+        self._said_unwritten = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -107,9 +110,14 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         return "  ".join(parts)
 
     def _record(self, event: dict[str, Any]) -> None:
-        self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        """Write an event down and tell the trackers; one that cannot be written is no reason to end the run."""
+        try:
+            append_line(self._metrics_path, json.dumps(event))
+        except OSError as error:
+            if not self._said_unwritten:
+                lacking = f"step {event['step']} is missing there, and more may be; training goes on"
+                self._print(f"note: {explain_unwritten(error, self._metrics_path)}: {lacking}")
+            self._said_unwritten = True
         self._tell_trackers(lambda tracker: tracker.record(event))
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
@@ -123,6 +131,19 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file; where it cannot be written whole, raise OSError and leave no part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def keep_metrics(path: Path, step: int | None) -> list[dict[str, Any]]:
