@@ -157,6 +157,20 @@ def signal_in_held_out_rows() -> None:
     train_ddp.Loop.sum_losses = summed
 
 
+def signal_in_first_answers() -> None:
+    """Get FAULT_SIGNAL when a run that is gone on with answers the held-out prompts before it trains."""
+    from tunebook.training import run
+
+    answer_held_out = run.answer_held_out
+
+    def answer(trainer, ready):
+        if is_here():
+            send_own_signal()
+        return answer_held_out(trainer, ready)
+
+    run.answer_held_out = answer
+
+
 def signal_in_last_answers() -> None:
     """Get FAULT_SIGNAL when training is over and the held-out prompts are answered."""
     from tunebook.training import run

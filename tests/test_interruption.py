@@ -79,6 +79,29 @@ def test_a_signal_while_measuring_is_heard_and_the_measurement_made_later(place,
         same_result(place.folder / name, place.unbroken(size))
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_evaluation_that_is_made_later_leaves_dropout_where_it_was(place, times):
+    word = "lora.lora_dropout=0.1"
+    asked = {"FAULT": "signal_in_evaluation", "FAULT_SIGNAL": "SIGTERM", "FAULT_STEP": "3"}
+    for size in (1, 2):
+        name = f"later-{times}-{size}"
+        for _ in range(times):  # the second time it is the evaluation that the first left to be made
+            life = place.run(name, size, word, **asked)
+            assert life.rank_codes() == [75] * size, life.output()[-3000:]
+            assert "at step 3 of 9, and checkpoint-3 is saved" in life.output()
+        assert place.run(name, size, word).rank_codes() == [0] * size
+        same_result(place.folder / name, place.unbroken(size, word))
+
+
+def test_a_signal_while_other_answers_are_written_says_where_the_run_stands(place):
+    asked = {"FAULT": "signal_in_window", "FAULT_SIGNAL": "SIGTERM", "FAULT_STEP": "4", "FAULT_MICRO": "1"}
+    assert place.run("answers", 1, **asked).rank_codes() == [75]
+    again = place.run("answers", 1, "data.answer_rows=1", FAULT="signal_in_first_answers", FAULT_SIGNAL="SIGTERM")
+    assert again.rank_codes() == [75] and "[fault]" in again.output(), again.output()[-3000:]
+    assert "stopped by SIGTERM at step 4 of 9, and checkpoint-4 is saved" in again.output()
+    assert summary_of(place.folder / "answers")["num_optimizer_steps"] == 4
+
+
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "rng_state.pth"])
 def test_a_full_disk_is_said_and_the_checkpoint_before_it_used(place, file):
     name = f"full-{file[:3]}"

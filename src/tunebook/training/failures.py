@@ -27,12 +27,12 @@ def saying_why(trainer: Training, plan: Plan, save: Callable[[], int] | None = N
     Raises Interrupted on all processes after a signal to any of them, and TrainingFailed. `save` saves a checkpoint
     after the last whole step, and returns that step, or 0 where there was none.
     """
-    with deferred_signals(), trainer.vote.heard(), stopping(trainer, save), explaining(trainer, plan):
+    with deferred_signals(), trainer.vote.heard(), stopping(trainer, plan, save), explaining(trainer, plan):
         yield
 
 
 @contextmanager
-def stopping(trainer: Training, save: Callable[[], int] | None) -> Iterator[None]:
+def stopping(trainer: Training, plan: Plan, save: Callable[[], int] | None) -> Iterator[None]:
     """Save where all processes agreed to stop, and raise Interrupted on all of them."""
     try:
         yield
@@ -41,11 +41,12 @@ def stopping(trainer: Training, save: Callable[[], int] | None) -> Iterator[None
         # The first rank to leave makes the launcher end the others, whose exit code should be their own.
         ignore_signals()
         wait_for_all()
-        state = trainer.state
+        # By the plan: before train() Trainer's own state has no number of steps.
+        done, total = trainer.state.global_step, plan.num_optimizer_steps
         if step:
-            what = f"at step {step} of {state.max_steps}, and checkpoint-{step} is saved: {AGAIN} to go on"
-        elif state.global_step:
-            what = f"at step {state.global_step} of {state.max_steps}, and nothing is saved: {AGAIN} to start over"
+            what = f"at step {step} of {total}, and checkpoint-{step} is saved: {AGAIN} to go on"
+        elif done:
+            what = f"at step {done} of {total}, and nothing is saved: {AGAIN} to start over"
         else:
             what = f"before the first step was done: {AGAIN} to go on"
         raise Interrupted(f"stopped by {agreed} {what}", step) from agreed

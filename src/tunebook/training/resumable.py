@@ -69,6 +69,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         self.wall.add(self.earlier.wall_seconds)
         self.before = self.earlier.before
         self.saved_step = checkpoint.step
+        # Trainer reads it again when training begins; what ends the run before that should say where it stood.
+        self.state.global_step = checkpoint.step
         return self.earlier
 
     @property
@@ -203,10 +205,13 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
 
     def take_up(self) -> None:
         """Restore what Trainer has just reset, and do what was due when the run was broken off."""
-        self._states_at_step_end = random_states()
         earlier = self.earlier
         if earlier is None or earlier.step != self.state.global_step:
+            self._states_at_step_end = random_states()
             return
+        # Trainer does so only where the first epoch begins, and what is due here is saved with them.
+        self._load_rng_state(str(checkpoint_folder(self.checkpoints, earlier.step)))
+        self._states_at_step_end = random_states()
         self._settle_buckets()
         self._tr_loss += earlier.loss_sum
         self._globalstep_last_logged = earlier.last_logged
