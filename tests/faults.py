@@ -272,20 +272,6 @@ def no_room_for_files() -> None:
     saving._write = limited
 
 
-def out_of_memory() -> None:
-    """Run out of memory in the FAULT_NTH backward pass."""
-    import torch
-
-    seen, backward = [0], torch.Tensor.backward
-
-    def limited(tensor, *args, **kwargs):
-        seen[0] += 1
-        if seen[0] == number("NTH") and is_here():
-            say("out of memory")
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
-        return backward(tensor, *args, **kwargs)
-
-    torch.Tensor.backward = limited
 def no_room_for_a_file() -> None:
     """Have no room from the FAULT_NTH to the FAULT_LAST time that a file named FAULT_FILE is opened to be written."""
     seen = [0]
@@ -321,6 +307,20 @@ def no_memory_for_the_model() -> None:
     model.AutoModelForCausalLM = Loader
 
 
+def out_of_memory() -> None:
+    """Run out of memory in the FAULT_NTH backward pass."""
+    import torch
+
+    seen, backward = [0], torch.Tensor.backward
+
+    def limited(tensor, *args, **kwargs):
+        seen[0] += 1
+        if seen[0] == number("NTH") and is_here():
+            say("out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+        return backward(tensor, *args, **kwargs)
+
+    torch.Tensor.backward = limited
 
 
 def cannot_see_checkpoints() -> None:

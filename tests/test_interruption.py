@@ -128,29 +128,6 @@ def test_a_full_disk_at_the_very_end_costs_the_last_file_alone(place):
     same_result(place.folder / "full-end", place.unbroken(2))
 
 
-def test_a_file_that_the_system_cuts_short_fails_on_every_rank(place):
-    life = place.run("short", 2, FAULT="no_room_for_files", FAULT_STEP="4", FAULT_BYTES="6000", FAULT_RANKS="0")
-    assert life.rank_codes() == [1, 1], life.output()[-3000:]
-    assert life.output().count("checkpoint-4 could not be saved") == 1 and "Traceback" not in life.output()
-    assert place.run("short", 2).rank_codes() == [0, 0]
-    same_result(place.folder / "short", place.unbroken(2))
-
-
-@pytest.mark.parametrize("mode", ["kill", "half"])
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "rng_state_1.pth"])
-def test_being_killed_while_saving_leaves_the_checkpoint_before(place, file, mode):
-    name = f"killed-{file[:3]}-{mode}"
-    fault = {"FAULT": "break_saving", "FAULT_FILE": file, "FAULT_NTH": "2", "FAULT_MODE": mode}
-    life = place.run(name, 2, FAULT_RANKS="0", **fault)
-    assert life.rank_codes()[0] == -signal.SIGKILL and life.rank_codes()[1] == 1, life.output()[-3000:]
-    assert max(life.ended.values()) - min(life.ended.values()) < 30
-    assert steps_saved(place.folder / name) == [2]
-    again = place.run(name, 2)
-    assert again.rank_codes() == [0, 0] and "after step 2 of 9" in again.output()
-    same_result(place.folder / name, place.unbroken(2))
-
-
-def test_running_out_of_memory_says_where_and_what_to_change(place):
 @pytest.mark.parametrize("script", ["finetune", "train_ddp"])
 def test_a_summary_that_cannot_be_written_is_said_before_training_and_after_it(place, script):
     # The first one says that the run is going on, the second how it ended, the third that it failed.
@@ -180,6 +157,29 @@ def test_metrics_that_cannot_be_written_are_noted_once_and_the_run_goes_on(place
     assert known.items() < expected.items(), "the others are there"
 
 
+def test_a_file_that_the_system_cuts_short_fails_on_every_rank(place):
+    life = place.run("short", 2, FAULT="no_room_for_files", FAULT_STEP="4", FAULT_BYTES="6000", FAULT_RANKS="0")
+    assert life.rank_codes() == [1, 1], life.output()[-3000:]
+    assert life.output().count("checkpoint-4 could not be saved") == 1 and "Traceback" not in life.output()
+    assert place.run("short", 2).rank_codes() == [0, 0]
+    same_result(place.folder / "short", place.unbroken(2))
+
+
+@pytest.mark.parametrize("mode", ["kill", "half"])
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "rng_state_1.pth"])
+def test_being_killed_while_saving_leaves_the_checkpoint_before(place, file, mode):
+    name = f"killed-{file[:3]}-{mode}"
+    fault = {"FAULT": "break_saving", "FAULT_FILE": file, "FAULT_NTH": "2", "FAULT_MODE": mode}
+    life = place.run(name, 2, FAULT_RANKS="0", **fault)
+    assert life.rank_codes()[0] == -signal.SIGKILL and life.rank_codes()[1] == 1, life.output()[-3000:]
+    assert max(life.ended.values()) - min(life.ended.values()) < 30
+    assert steps_saved(place.folder / name) == [2]
+    again = place.run(name, 2)
+    assert again.rank_codes() == [0, 0] and "after step 2 of 9" in again.output()
+    same_result(place.folder / name, place.unbroken(2))
+
+
+def test_running_out_of_memory_says_where_and_what_to_change(place):
     for size in (1, 2):
         life = place.run(f"memory-{size}", size, FAULT="out_of_memory", FAULT_NTH=str(16 // size - 1))
         assert life.rank_codes() == [1] * size and "Traceback" not in life.output()
@@ -196,6 +196,24 @@ def test_metrics_that_cannot_be_written_are_noted_once_and_the_run_goes_on(place
         assert again.rank_codes() == [0] * size and "after step 2 of 9" in again.output()
         difference = largest_difference(adapter_of(place.folder / f"memory-{size}"), adapter_of(place.unbroken(size)))
         assert difference < 1e-6
+
+
+@pytest.mark.parametrize("script", ["finetune", "train_ddp"])
+def test_no_memory_for_the_model_is_said_with_what_needs_less(place, script):
+    for size, ranks, mode, words in ((1, "0", "cuda", ()), (2, "0,1", "cpu", ("lora=null",)), (2, "1", "cuda", ())):
+        name = f"no-memory-{script}-{size}-{mode}"
+        fault = {"FAULT": "no_memory_for_the_model", "FAULT_MODE": mode, "FAULT_RANKS": ranks}
+        life = place.run(name, size, *words, SCRIPT=script, **fault)
+        assert life.rank_codes() == [1] * size, life.output()[-3000:]
+        assert "Traceback" not in life.output() and not (place.folder / name).exists()
+        assert max(life.ended.values()) - min(life.ended.values()) < 10
+        speaker = "failed: rank 1: " if ranks == "1" else "failed: "
+        assert life.output().count(f"{speaker}out of memory before step 1, while base was loaded") == 1
+        said = life.output()[life.output().index(f"{speaker}out of memory") :]
+        four_bits = "lora: {} and quantization: {load_in_4bit: true}" if words else "quantization: {load_in_4bit: true}"
+        for part in (f"Less memory: {four_bits}; or a smaller model", f"{script}.py recipe.yaml --plan --gpu GIB"):
+            assert part in said, (part, said)
+        assert ("fewer than 2 processes" in said) == (size == 2)
 
 
 def make_worsening(place, limit):

@@ -33,12 +33,12 @@ def place(tmp_path_factory):
 class Launched:
     """A launcher that runs the recipe, with the processes below it."""
 
-    def __init__(self, place, launcher, name, *words):
+    def __init__(self, place, launcher, name, *words, script=ROOT / "finetune.py", **fault):
         self.log = place / f"{name}.log"
-        script = [] if launcher == "tunebook" else [str(ROOT / "finetune.py")]
+        script = [] if launcher == "tunebook" else [str(script)]
         after = ["--num-processes", "2"] if launcher == "tunebook" else []
         command = [sys.executable, *LAUNCH[launcher], *script, "recipe.yaml", *after, "--run-dir", name, *words]
-        environ = {**clean_environ(), "OMP_NUM_THREADS": "1", "TUNEBOOK_CACHE": str(place / "cache")}
+        environ = {**clean_environ(), "OMP_NUM_THREADS": "1", "TUNEBOOK_CACHE": str(place / "cache"), **fault}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=place, env=environ, stdout=log, stderr=log)
 
@@ -92,6 +92,25 @@ def test_a_killed_rank_takes_the_others_along_and_is_named_last(place):
     ending = launched.output()[launched.output().rindex("Root Cause") :]
     assert "rank      : 1" in ending and "SIGKILL" in ending
     assert "another process of the group ended" in launched.output()
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ("out of memory before step 1", {"FAULT": "no_memory_for_the_model", "FAULT_MODE": "cuda"}),
+        ("out of memory at step 2", {"FAULT": "out_of_memory", "FAULT_NTH": "4"}),
+    ],
+    ids=["loading", "training"],
+)
+def test_a_rank_that_runs_out_of_memory_alone_says_so_itself_and_is_the_root_cause(place, said, fault):
+    script = ROOT / "tests" / "faulty_finetune.py"
+    name = f"no-memory-{fault['FAULT']}"
+    launched = Launched(place, "torchrun", name, script=script, FAULT_RANKS="1", **fault)
+    assert launched.process.wait(timeout=120) == 1
+    assert launched.output().count(f"failed: rank 1: {said}") == 1, launched.output()[-4000:]
+    assert "interrupted by" not in launched.output()
+    ending = launched.output()[launched.output().rindex("Root Cause") :]
+    assert "rank      : 1" in ending and "exitcode  : 1" in ending
 
 
 @pytest.mark.parametrize(

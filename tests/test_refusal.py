@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tunebook.errors import Problem, Refused
+from tunebook.errors import Problem, Refused, TrainingFailed, is_out_of_memory
 from tunebook.launching.refusal import exit_refused
 
 RANK = """
@@ -197,3 +197,19 @@ def test_in_process_it_is_a_system_exit(capsys):
         exit_refused(Refused(Problem("a is wrong", where="x.yaml:3")), {})
     assert left.value.code == 2
     assert capsys.readouterr().err == "refused: x.yaml:3: a is wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (MemoryError(), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("shapes do not match"), False),
+        (Refused(Problem("not enough memory for auto")), False),
+        (TrainingFailed("x could not be saved: Cannot allocate memory"), False),
+    ],
+    ids=repr,
+)
+def test_out_of_memory_is_what_others_say_of_it_not_what_is_told_of_it_already(error, is_so):
+    assert is_out_of_memory(error) == is_so

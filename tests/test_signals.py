@@ -55,6 +55,16 @@ def test_it_is_heard_while_the_main_thread_stands_in_native_code():
     assert code == 75 and time.monotonic() - began < 20
 
 
+def test_a_process_that_failed_ends_with_its_own_code_whatever_the_launcher_sends():
+    body = (
+        "import threading\n"
+        "from tunebook.system.signals import wait_for_signal\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "print(wait_for_signal(20)); sys.exit(1)"
+    )
+    assert end_of(body)[:2] == (1, "True\n")
+
+
 def test_when_all_is_saved_it_is_ignored():
     body = "with deferred_signals():\n    ignore_signals(); send('SIGTERM')\nprint('in order'); sys.exit(75)"
     code, out, _ = end_of(body)

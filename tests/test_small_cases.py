@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from checkout import ROOT
 from tiny_data import CASES, write_jsonl
 from tiny_models import build_tiny_model
-from tiny_training import TinyData, build_base, build_data
+from tiny_training import TinyData, build_base, build_data, build_recipe, plan_of
 from training_scenarios import one_by_one, run_of
 from tunebook.errors import Refused
 from tunebook.launching.process_group import start_process_group, stop_process_group
@@ -150,3 +150,11 @@ def test_token_accuracy_is_of_the_labels_alone_and_1_once_the_rows_are_learned(t
     assert loop.state.log_history[-1]["eval_token_accuracy"] == right / number
     summary = train(run).summary
     assert summary.eval_token_accuracy == right_tokens(run.model, rows)[0] / number > 0.99
+
+
+def test_a_section_without_values_is_compared_between_ranks():
+    from tunebook.training.ready import start_facts
+
+    recipe, data = build_recipe("org/tiny", lora={}), build_data()
+    facts = start_facts(recipe, plan_of(recipe, World(), data, "runs/tiny"), data)
+    assert facts["lora"] == {} and facts["training.learning_rate"] == 1e-3

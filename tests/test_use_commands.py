@@ -81,6 +81,31 @@ def test_chat_ends_without_a_trace(monkeypatch, capsys, error, code):
     assert (ended, said.err) == (code, "")
 
 
+class OutOfMemoryError(RuntimeError):
+    """As torch's own of that name."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"),
+    ],
+    ids=["python", "cpu", "cuda"],
+)
+def test_memory_that_runs_out_is_one_line(monkeypatch, capsys, error):
+    def end(*given, **named):
+        raise error
+
+    monkeypatch.setattr("tunebook.using.chat.chat", end)
+    monkeypatch.setattr("tunebook.merge.merge.merge", end)
+    for words in (["chat", "runs/x"], ["merge", "runs/x", "--out", "o"]):
+        ended, said = type_words(monkeypatch, capsys, words)
+        assert ended == 1 and said.err.startswith("failed: ") and said.err.count("\n") == 1
+        assert "memory" in said.err
+
+
 def test_any_bytes_can_be_asked(monkeypatch, capsys):
     heard = []
     monkeypatch.setattr("tunebook.using.chat.chat", lambda run, **named: heard.extend(sys.stdin))

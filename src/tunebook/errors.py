@@ -16,8 +16,12 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again may succeed
 # What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
 PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 PEER_ENDED = "another process of the group ended; the launcher names the one that did so first"
-# torch's agent looks every 0.1 s: so it meets the one that died alone, and names it as the root cause.
-LAUNCHER_NOTICES_SECONDS = 0.5
+# A rank that failed alone gives rank 0 so long to say the same. Those that feel its end wait for longer: they let it say
+# why, and leave to the launcher, which looks every 0.1 s, the sight of one that died first, its root cause.
+SECONDS_FOR_RANK_0 = 2.0
+SECONDS_FOR_FAILED_RANK = 2.5
+# torch has an error of its own for its allocator on a GPU, and none for a CPU.
+NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "cuda error: out of memory")
 LONGEST_SHOWN = 60
 
 
@@ -107,3 +111,12 @@ class Interrupted(BaseException):
 def is_peer_gone(error: Exception) -> bool:
     """Return whether an error is only what this process feels of another one's end."""
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in PEER_IS_GONE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the device, or the machine, has no more memory to give; none of ours does."""
+    if isinstance(error, Refused | TrainingFailed):
+        return False
+    # torch's by its name: it is not imported for the question.
+    is_memory_error = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_memory_error or any(words in str(error).lower() for words in NO_MEMORY)

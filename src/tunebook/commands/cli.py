@@ -10,7 +10,17 @@ from tunebook import __version__
 from tunebook.commands import repro as repro_command
 from tunebook.commands.use import BaseOption
 from tunebook.commands.use import commands as use_commands
-from tunebook.errors import EXIT_REFUSED, EXIT_UNPUBLISHED, NotPublished, Problem, Refused, refuse_name
+from tunebook.commands.use import first_words
+from tunebook.errors import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_UNPUBLISHED,
+    NotPublished,
+    Problem,
+    Refused,
+    is_out_of_memory,
+    refuse_name,
+)
 from tunebook.launching.command_line import read_command
 from tunebook.launching.files import Kind, check_job, gpus_of_each, render_launch_file
 from tunebook.launching.world import count_gpus, world_of
@@ -184,6 +194,11 @@ def main() -> None:
     except NotPublished as unpublished:
         print(unpublished, file=sys.stderr)
         code = EXIT_UNPUBLISHED
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"failed: {first_words(error)}", file=sys.stderr)
+        code = EXIT_FAILED
     except OSError as error:
         print(refuse_name(error), file=sys.stderr)
         code = EXIT_REFUSED

@@ -3,15 +3,15 @@
 import errno
 import os
 import sys
-import time
 from collections.abc import Callable
 
 from tunebook.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_UNPUBLISHED,
-    LAUNCHER_NOTICES_SECONDS,
     PEER_ENDED,
+    SECONDS_FOR_FAILED_RANK,
+    SECONDS_FOR_RANK_0,
     Interrupted,
     NotPublished,
     Refused,
@@ -22,9 +22,6 @@ from tunebook.errors import (
 from tunebook.launching.command_line import Command, read_command
 from tunebook.launching.refusal import exit_refused
 from tunebook.system.signals import wait_for_signal, watch_signals
-
-# The launcher ends the other ranks about 0.3 s after one has left.
-SECONDS_FOR_RANK_0 = 2.0
 
 
 def run_rank(story: Callable[[Command], None]) -> None:
@@ -55,7 +52,7 @@ def run_rank(story: Callable[[Command], None]) -> None:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             exit_refused(refuse_name(error))
         if is_peer_gone(error):  # before training began
-            time.sleep(LAUNCHER_NOTICES_SECONDS)
+            wait_for_signal(SECONDS_FOR_FAILED_RANK)
             say_failed(TrainingFailed(PEER_ENDED, befell="another rank"), int(os.environ.get("RANK", "0")))
             sys.exit(EXIT_FAILED)
         _tell_launcher(error)

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
-from tunebook.errors import Problem, Refused
+from tunebook.errors import Problem, Refused, is_out_of_memory
 from tunebook.launching.world import World
 from tunebook.model.attention import find_position_problems
 from tunebook.model.base_checks import find_base_problems
@@ -262,8 +262,6 @@ def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Ite
         yield
     except Refused:
         raise
-    except torch.OutOfMemoryError:
-        raise
     except (
         OSError,
         ValueError,
@@ -275,4 +273,6 @@ def _refusing(recipe: Recipe, what: str, key: str = "model.name_or_path") -> Ite
         AttributeError,
         SafetensorError,
     ) as error:
+        if is_out_of_memory(error):
+            raise
         raise _refusal(recipe, f"{recipe.model.name_or_path} {what}: {first_words(error)}", key=key) from error

@@ -76,7 +76,9 @@ def asked_signal() -> int | None:
 
 
 def wait_for_signal(seconds: float) -> bool:
-    """Return whether a signal asked this process to stop before or within so many seconds."""
+    """Return whether a signal came before or within so many seconds; this process ends by itself, with its own code."""
+    with _watch.lock:
+        _watch.deferred = True
     until = time.monotonic() + seconds
     while _watch.asked is None and time.monotonic() < until:
         time.sleep(0.05)

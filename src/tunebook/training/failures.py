@@ -1,17 +1,22 @@
 """How training ends before its end: stopped by a signal, or for a failure that is understood and said in one line."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tunebook.errors import LAUNCHER_NOTICES_SECONDS, PEER_ENDED, Interrupted, TrainingFailed, is_peer_gone
+from tunebook.errors import (
+    PEER_ENDED,
+    SECONDS_FOR_FAILED_RANK,
+    Interrupted,
+    TrainingFailed,
+    is_out_of_memory,
+    is_peer_gone,
+)
 from tunebook.plan.plan import Plan
 from tunebook.runs.checkpoints import list_checkpoints
-from tunebook.system.signals import deferred_signals, ignore_signals
+from tunebook.system.signals import deferred_signals, ignore_signals, wait_for_signal
 from tunebook.training.collectives import wait_for_all
-from tunebook.training.measuring import is_out_of_memory
 from tunebook.training.outcome import Training
 from tunebook.training.stopping import StopAgreed
 
@@ -62,7 +67,7 @@ def explaining(trainer: Training, plan: Plan) -> Iterator[None]:
         if is_out_of_memory(error):
             raise TrainingFailed(_render_out_of_memory(trainer, plan), befell="this rank") from error
         if is_peer_gone(error):
-            time.sleep(LAUNCHER_NOTICES_SECONDS)
+            wait_for_signal(SECONDS_FOR_FAILED_RANK)
             raise TrainingFailed(f"{PEER_ENDED}. {_last_checkpoint(plan)}", befell="another rank") from error
         if any(words in said for words in TIMED_OUT):
             raise TrainingFailed(_render_timed_out(trainer, plan), befell="this rank") from error

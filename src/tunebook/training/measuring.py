@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 SAMPLE_SECONDS = 0.1
-# torch has an error of its own for a GPU, and none for a CPU.
-NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 class Stopwatch:
@@ -139,9 +137,3 @@ def anonymous_bytes() -> int | None:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device, or the machine, has no more memory to give."""
-    said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in NO_MEMORY)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import torch
 
+from tunebook.errors import is_out_of_memory
 from tunebook.plan.candidates import Candidate
 from tunebook.training.batches import Rows, tensors_of
 from tunebook.training.head_loss import HeadLoss
-from tunebook.training.measuring import is_out_of_memory
 from tunebook.training.saving import random_states, restore_random_states
 
 # Settings that are measured, and seconds after which no other one is begun, or the same repeated.

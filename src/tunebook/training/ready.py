@@ -1,14 +1,17 @@
 """A run before its first step: arguments, batches and model, built and agreed on by all ranks."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
 from tunebook.data.prepare import PreparedData
-from tunebook.errors import Refused
+from tunebook.errors import Refused, TrainingFailed, is_out_of_memory
 from tunebook.launching.process_group import refuse_together
 from tunebook.launching.world import World
 from tunebook.model.model import build_model, check_positions, find_model_notes
@@ -16,6 +19,7 @@ from tunebook.plan.findings import find_stop_problems
 from tunebook.plan.plan import Plan
 from tunebook.plan.table import build_console, print_notes
 from tunebook.recipe.schema import Recipe
+from tunebook.runs.past import by_key
 from tunebook.training.agreement import check_same_start
 from tunebook.training.arguments import build_training_arguments, check_schedule
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, Rows, build_train_batches, join_rows, pad_right
@@ -56,13 +60,14 @@ def build_run(  # noqa: PLR0913, PLR0917 - what a run is made of
     """Build arguments, batches and model; every rank raises the same Refused where any of them cannot be had.
 
     What a recipe leaves open (`auto`) is chosen here, or kept where the run in the folder is gone on with (`goes_on`).
+    Raises TrainingFailed on the rank that has no memory for the model.
     """
     wall = Stopwatch()
     wall.start()
     check_same_start(start_facts(recipe, plan, data))
     options = open_options(recipe, plan, world, data, goes_on)
     plan = options.plan
-    with refuse_together():
+    with _explaining_no_memory(recipe, plan, world), refuse_together():
         if problems := find_stop_problems(recipe, tokenizer, data):
             raise Refused(problems)
         arguments, batches = _build_batches(recipe, plan, world, data)
@@ -111,13 +116,31 @@ def start_facts(recipe: Recipe, plan: Plan, data: PreparedData) -> dict[str, Any
         "micro-steps per step": plan.gradient_accumulation_steps,
         "compute type": plan.compute_dtype,
         **{name: version(name) for name in PACKAGES},
-        **_by_key(recipe.resolved),
+        **by_key(recipe.resolved),
     }
 
 
-def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return nested values by their dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _by_key(value, f"{section}{name}.") if isinstance(value, Mapping) else {f"{section}{name}": value}
-    return found
+@contextmanager
+def _explaining_no_memory(recipe: Recipe, plan: Plan, world: World) -> Iterator[None]:
+    """Turn running out of memory inside into TrainingFailed; the others learn of it by this rank's end."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingFailed(_render_no_memory(recipe, plan, world), befell="this rank") from error
+
+
+def _render_no_memory(recipe: Recipe, plan: Plan, world: World) -> str:
+    """Return what did not fit, what would need less, and how to see what fits before it is tried."""
+    advice = ["a smaller model"]
+    if not (recipe.quantization or {}).get("load_in_4bit"):
+        lora = "" if recipe.lora is not None else "lora: {} and "
+        advice.insert(0, f"{lora}quantization: {{load_in_4bit: true}}")
+    if world.device_type == "cpu" and world.num_local_processes > 1:
+        advice.append(f"fewer than {world.num_local_processes} processes, each of which holds all of it")
+    return (
+        f"out of memory before step 1, while {plan.model} was loaded ({plan.method}, {plan.compute_dtype}, on "
+        f"{world.device}). Less memory: {'; or '.join(advice)}. What fits is seen beforehand: "
+        f"{Path(sys.argv[0]).name} {recipe.path} --plan --gpu GIB"
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunebook.errors import Problem, Refused
+from tunebook.errors import Problem, Refused, is_out_of_memory
 from tunebook.export.exported import exported_folder
 from tunebook.export.finished import Finished
 from tunebook.export.past_base import check_base
@@ -88,7 +88,7 @@ def fitting(adapter: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, LookupError) as error:
-        if type(error).__name__ == "OutOfMemoryError":
+        if is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:160].rstrip(".")
         raise Refused(Problem(f"does not fit the base: {reason}", "See --base", str(adapter))) from error
