@@ -274,14 +274,15 @@ def no_room_for_files() -> None:
 
 def no_room_for_a_file() -> None:
     """Have no room from the FAULT_NTH to the FAULT_LAST time that a file named FAULT_FILE is opened to be written."""
-    seen = [0]
+    # Asked for now: libraries take variables away for a moment while other threads open files.
+    name, first, last, here, seen = os.environ["FAULT_FILE"], number("NTH", 1), number("LAST", 1000), is_here(), [0]
 
     def hear(event: str, values: tuple) -> None:
         if event != "open" or not isinstance(values[0], str | os.PathLike) or not isinstance(values[2], int):
             return
-        if Path(values[0]).name == os.environ["FAULT_FILE"] and values[2] & (os.O_WRONLY | os.O_RDWR) and is_here():
+        if here and Path(values[0]).name == name and values[2] & (os.O_WRONLY | os.O_RDWR):
             seen[0] += 1
-            if number("NTH", 1) <= seen[0] <= number("LAST", 1000):
+            if first <= seen[0] <= last:
                 say(f"no room for {values[0]}")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

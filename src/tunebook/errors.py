@@ -16,8 +16,8 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again may succeed
 # What gloo and nccl say when another process of the group has ended; neither has a type of its own for it.
 PEER_IS_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 PEER_ENDED = "another process of the group ended; the launcher names the one that did so first"
-# A rank that failed alone gives rank 0 so long to say the same. Those that feel its end wait for longer: they let it say
-# why, and leave to the launcher, which looks every 0.1 s, the sight of one that died first, its root cause.
+# A rank that failed alone gives rank 0 so long to say the same. Those that feel its end wait for longer: so it says
+# why, and the launcher, which looks every 0.1 s, meets it as the only one that has left, and names it the root cause.
 SECONDS_FOR_RANK_0 = 2.0
 SECONDS_FOR_FAILED_RANK = 2.5
 # torch has an error of its own for its allocator on a GPU, and none for a CPU.

@@ -8,9 +8,8 @@ from typer.exceptions import TyperException
 
 from tunebook import __version__
 from tunebook.commands import repro as repro_command
-from tunebook.commands.use import BaseOption
+from tunebook.commands.use import BaseOption, first_words
 from tunebook.commands.use import commands as use_commands
-from tunebook.commands.use import first_words
 from tunebook.errors import (
     EXIT_FAILED,
     EXIT_REFUSED,
