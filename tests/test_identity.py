@@ -7,6 +7,7 @@ import pytest
 from tunebook.launching.world import World, world_of
 from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
+from tunebook.recipe.rules import FOLLOW_THE_LOSS
 from tunebook.runs.identity import find_differences, find_taken_over, folder_digest, recipe_identity, taken_over
 
 RECIPE = """
@@ -18,15 +19,20 @@ training: {global_batch_size: 8, per_device_train_batch_size: 2}
 
 
 @pytest.fixture
-def identity(tmp_path):
+def recipe_at(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(RECIPE)
 
-    def identity_of(*words, world=None):
+    def load(*words, world=None):
         recipe = load_recipe(str(path), words)
-        return recipe_identity(recipe, build_plan(recipe, world or World()))
+        return recipe, build_plan(recipe, world or World())
 
-    return identity_of
+    return load
+
+
+@pytest.fixture
+def identity(recipe_at):
+    return lambda *words, world=None: recipe_identity(*recipe_at(*words, world=world))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,16 @@ def test_the_best_model_makes_the_moments_of_measuring_count(identity):
     other = ["training.eval_steps=4", "training.save_steps=4"]
     keys = {problem.key for problem in find_differences(identity(*best, *every), identity(*best, *other), "x")}
     assert keys == {"training.eval_steps", "training.save_steps"}
+
+
+@pytest.mark.parametrize("schedule", FOLLOW_THE_LOSS)
+def test_a_rate_that_follows_the_held_out_loss_makes_the_moments_of_measuring_count(recipe_at, schedule):
+    follows = [f"training.lr_scheduler_type={schedule}", "training.eval_strategy=steps"]
+    begun, now = (recipe_at(*follows, f"training.eval_steps={steps}") for steps in (5, 4))
+    assert [one.key for one in find_differences(recipe_identity(*begun), recipe_identity(*now), "x")] == [
+        "training.eval_steps"
+    ]
+    assert "training.eval_steps" not in taken_over(*begun), "what is refused is not announced as harmless"
 
 
 def test_contents_are_compared_where_both_know_them(identity):

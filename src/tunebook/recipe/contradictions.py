@@ -11,7 +11,7 @@ from tunebook.recipe.checking import Report, Sections, Undecided
 from tunebook.recipe.data_checks import DATA_CHECKS
 from tunebook.recipe.hub_checks import HUB_CHECKS
 from tunebook.recipe.lora_checks import LORA_CHECKS
-from tunebook.recipe.rules import OPTIMIZER_PACKAGES, REPORT_PACKAGES, SENDING_VARIABLES
+from tunebook.recipe.rules import FOLLOW_THE_LOSS, OPTIMIZER_PACKAGES, REPORT_PACKAGES, SENDING_VARIABLES
 from tunebook.recipe.schema import AUTO
 from tunebook.recipe.source import Source
 from tunebook.recipe.values import nearest_divisors
@@ -149,7 +149,7 @@ def _check_held_out(sections: Sections, report: Report) -> None:
     if sections.get("training.save_strategy") == "best":
         report("training.save_strategy", "best needs a held-out loss, and no rows are held out", fix)
     schedule = sections.get("training.lr_scheduler_type")
-    if schedule in ("reduce_lr_on_plateau", "greedy"):
+    if schedule in FOLLOW_THE_LOSS:
         report("training.lr_scheduler_type", f"{schedule} follows the held-out loss, and no rows are held out", fix)
 
 
@@ -184,7 +184,7 @@ def _check_best_model(sections: Sections, report: Report) -> None:
         for key, needs in (("load_best_model_at_end", best), ("save_strategy", save == "best")):
             if needs:
                 report(f"training.{key}", "chooses by the held-out loss, and eval_strategy is no", "Set eval_strategy")
-        if schedule in ("reduce_lr_on_plateau", "greedy"):
+        if schedule in FOLLOW_THE_LOSS:
             report(
                 "training.lr_scheduler_type", "follows the held-out loss, and eval_strategy is no", "Set eval_strategy"
             )

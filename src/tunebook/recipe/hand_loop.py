@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from tunebook.errors import Problem, Refused
 from tunebook.recipe.defaults import OUR_DEFAULTS
-from tunebook.recipe.rules import OWN_TRACKERS
+from tunebook.recipe.rules import FOLLOW_THE_LOSS, OWN_TRACKERS
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import training_keys
 
@@ -27,7 +27,7 @@ FOLLOWED: Final = frozenset(
 WITHOUT_EFFECT: Final = frozenset({"save_strategy", "save_steps", "save_total_limit"})
 # Values that a followed key may not have here, and what is there instead.
 NOT_FOLLOWED: Final[Mapping[str, tuple[str, ...]]] = {
-    "lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"),
+    "lr_scheduler_type": FOLLOW_THE_LOSS,
     "save_strategy": ("best",),
 }
 OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused")

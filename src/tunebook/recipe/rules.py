@@ -182,6 +182,9 @@ RANGES: Final[Mapping[str, tuple[float | None, float | None, str]]] = {
     "quantization.llm_int8_threshold": (0, None, "at least 0"),
 }
 
+# Schedules that set the rate by the held-out loss, so that the moments of measuring decide over the result.
+FOLLOW_THE_LOSS: Final = ("reduce_lr_on_plateau", "greedy")
+
 # What `report_to` fills with the lines of metrics.jsonl by itself; the others are transformers' own callbacks.
 OWN_TRACKERS: Final = ("tensorboard", "trackio")
 # Variables by which trackio would send a run elsewhere.

@@ -8,6 +8,7 @@ from typing import Any
 from tunebook.data.cache import file_sha256
 from tunebook.errors import Problem
 from tunebook.plan.plan import Plan
+from tunebook.recipe.rules import FOLLOW_THE_LOSS
 from tunebook.recipe.schema import AUTO, DataSection, ModelSection, Recipe
 from tunebook.recipe.upstream import lora_keys, quantization_keys, training_keys
 from tunebook.system.places import is_local, local_path
@@ -49,8 +50,7 @@ DRAWING = (
 def recipe_identity(recipe: Recipe, plan: Plan) -> Identity:
     """Return every field of recipe and plan that the result depends on, by dotted key, defaults filled in."""
     defaults = {name: key.default for name, key in training_keys().items()}
-    best = recipe.arguments.get("load_best_model_at_end") or plan.lr_scheduler_type == "reduce_lr_on_plateau"
-    left_out = HARMLESS_TRAINING - (MEASURING if best else frozenset()) | PLANNED_TRAINING
+    left_out = _harmless_training(recipe, plan) | PLANNED_TRAINING
     found: Identity = {
         f"training.{name}": value
         for name, value in recipe.arguments.items()
@@ -146,14 +146,19 @@ def taken_over(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "data.path": ", ".join(source.path for source in recipe.data.all_sources()),
         "data.packing": recipe.data.packing,
     }
-    best = recipe.arguments.get("load_best_model_at_end")
+    harmless = _harmless_training(recipe, plan)
     for name, value in recipe.arguments.items():
-        if name in HARMLESS_TRAINING - (MEASURING if best else frozenset()):
+        if name in harmless:
             found[f"training.{name}"] = value
     if recipe.chooses_micro_batch:  # what is chosen may be another each time
         found |= dict.fromkeys(("training.per_device_train_batch_size", "training.gradient_accumulation_steps"), AUTO)
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
+
+
+def _harmless_training(recipe: Recipe, plan: Plan) -> frozenset[str]:
+    measuring_decides = recipe.arguments.get("load_best_model_at_end") or plan.lr_scheduler_type in FOLLOW_THE_LOSS
+    return HARMLESS_TRAINING - (MEASURING if measuring_decides else frozenset())
 
 
 def _section(name: str, section: ModelSection | DataSection, left_out: frozenset[str]) -> Identity:
