@@ -155,7 +155,7 @@ class Loop:
         # Counted in optimizer steps, so it is moved once per step and not once per micro-step.
         warmup, course = self.args.get_warmup_steps(num_steps), self.args.lr_scheduler_kwargs
         self.schedule = get_scheduler(self.args.lr_scheduler_type, self.optimizer, warmup, num_steps, course)
-        self.tokens, self.stopwatch, self.vote = TokenCounts(), Stopwatch(), StopVote()
+        self.tokens, self.stopwatch, self.vote = TokenCounts(), Stopwatch(), StopVote(self.args.ddp_timeout)
         self.progress = Progress(self.args, num_steps, report, self.stopwatch)
         self.state = self.progress.state
         self.last_micro_batch: dict[str, Any] | None = None

@@ -41,7 +41,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         self.tokens = TokenCounts()
         self.stopwatch = Stopwatch()
         self.wall = wall
-        self.vote = StopVote()
+        self.vote = StopVote(args.ddp_timeout)
         self.earlier: Progress | None = None
         self.before: dict[str, Any] = {}
         self.saved_step = 0
@@ -92,16 +92,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         Each micro-batch brings their number along; Trainer counts them anew on the device.
         """
         arrive("the count of the step's labels")
-        if not self.model_accepts_loss_kwargs:
-            return super()._get_num_items_in_batch(batch_samples, device)
         here = torch.tensor(sum(one["num_trained_tokens"] for one in batch_samples))
         return self.accelerator.gather(here.to(device, non_blocking=True)).sum()
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss; the backward pass that follows meets the other processes in the last micro-batch."""
-        loss = super().compute_loss(*args, **kwargs)
-        self.meet_in_backward()
-        return loss
 
     def meet_in_backward(self) -> None:
         """Note where this process goes next, if the backward pass of this micro-batch is collective."""

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,17 +29,19 @@ class StopVote:
     """Tells whether any process was asked to stop, and lets all of them agree on it.
 
     `is_asked` costs nothing: a thread passes the wish from process to process through the group's store. What it says
-    differs between processes for a moment, so nothing collective may hang on it; `agree` is collective. It needs a
-    group over gloo: over nccl the vote would make the host wait for the GPU at every step.
+    differs between processes for a moment, so nothing collective may hang on it; `agree` is collective, and fails where
+    a process stays away for `timeout_seconds`. It needs a group over gloo: over nccl the vote would make the host wait
+    for the GPU at every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float) -> None:
         self._key = f"tunebook/asked to stop/{next(_num_votes)}"
         self._told: int | None = None
         self._group: Any = None
         self._is_shared = distributed.is_initialized()
         if self._is_shared and distributed.get_backend() != "gloo":
-            self._group = distributed.new_group(backend="gloo")
+            # Of itself a new group takes torch's half hour, whatever the group of all has.
+            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     @property
     def is_asked(self) -> bool:
