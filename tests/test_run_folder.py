@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+from contextlib import ExitStack
 from threading import Timer
 
 import pytest
@@ -12,7 +13,7 @@ from tunebook.errors import Refused
 from tunebook.launching.world import World
 from tunebook.plan.plan import build_plan
 from tunebook.recipe.reading import load_recipe
-from tunebook.runs.folder import check_folder, find_finished, is_unfinished, open_run_folder, read_begun
+from tunebook.runs.folder import check_folder, find_finished, hold_finished, is_unfinished, open_run_folder, read_begun
 from tunebook.runs.identity import recipe_identity
 
 IDENTITY = {"training.seed": 42}
@@ -196,3 +197,97 @@ def test_a_program_that_goes_on_from_nothing_leaves_checkpoints_alone(plan, reci
     with pytest.raises(Refused, match="holds checkpoints"):
         check_folder(plan, recipe, fresh=False, goes_on=False)
     check_folder(plan, recipe, fresh=True, goes_on=False)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_used_with_one_note(plan, recipe, tmp_path, monkeypatch, capsys, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    finish(tmp_path / "runs" / "case", note="keep me")
+    monkeypatch.setattr("fcntl.flock", flock)
+    for keep in (False, True):
+        check_folder(plan, recipe, fresh=True)
+        with open_run_folder(plan, recipe, IDENTITY, keep=keep) as folder:
+            assert read_begun(str(folder)).identity == IDENTITY
+        [note] = capsys.readouterr().err.splitlines()
+        assert note.startswith(f"note: {folder} is on a disk without file locks ({os.strerror(number)})")
+        assert "no second run may use it" in note
+    assert len(list((tmp_path / "runs").glob("case.*"))) == 1
+
+
+def refuse_opening(monkeypatch, error):
+    def opened(path, *_, **__):
+        raise error
+
+    monkeypatch.setattr("pathlib.Path.open", opened)
+
+
+def test_a_lock_that_may_not_be_read_is_refused_with_what_to_do(plan, recipe, monkeypatch):
+    begin(plan, recipe, "completed")
+    with monkeypatch.context() as patch, pytest.raises(Refused, match=r"Permission denied.*--run-dir"):
+        refuse_opening(patch, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        check_folder(plan, recipe, fresh=True)
+
+
+def test_a_folder_that_another_launch_renames_at_this_moment_is_free(plan, recipe, monkeypatch):
+    folder = begin(plan, recipe, "completed")
+    with monkeypatch.context() as patch:
+        refuse_opening(patch, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        check_folder(plan, recipe, fresh=True)
+    real = type(folder).iterdir
+    looks = iter([real(folder)])  # there for the first look, gone with the second
+
+    def iterdir(path):
+        for look in looks:
+            return look
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", iterdir)
+    check_folder(plan, recipe, fresh=False)
+
+
+def test_of_two_fresh_launches_that_found_the_folder_free_one_is_turned_away(plan, recipe, tmp_path, monkeypatch):
+    finish(tmp_path / "runs" / "case")
+    monkeypatch.setattr("tunebook.runs.folder.check_free", lambda folder: None)  # both looked before either began
+    with open_run_folder(plan, recipe, IDENTITY, keep=False) as folder:
+        with pytest.raises(Refused, match="in use"), open_run_folder(plan, recipe, {"seed": 1}, keep=False):
+            pass
+        assert read_begun(str(folder)).identity == IDENTITY
+        assert len(list((tmp_path / "runs").glob("case.*"))) == 1, "the first one's folder stays where it is"
+
+
+def test_a_launch_that_waited_for_a_folder_set_aside_meanwhile_does_not_take_it(plan, recipe, tmp_path, monkeypatch):
+    folder = tmp_path / "runs" / "case"
+    finish(folder)
+    monkeypatch.setattr("tunebook.runs.folder.check_free", lambda folder: None)
+    first = ExitStack()
+    with (folder / ".lock").open("a") as old:
+        fcntl.flock(old, fcntl.LOCK_EX)
+
+        def set_aside():  # as the first launch does, which holds the old lock until it holds the new one
+            folder.rename(tmp_path / "runs" / "case.old")
+            first.enter_context(open_run_folder(plan, recipe, IDENTITY, keep=False))
+            fcntl.flock(old, fcntl.LOCK_UN)
+
+        Timer(0.2, set_aside).start()
+        with pytest.raises(Refused, match="in use"), open_run_folder(plan, recipe, {"seed": 1}, keep=False):
+            pass
+    with first:
+        assert read_begun(str(folder)).identity == IDENTITY
+        assert not (tmp_path / "runs" / "case.old" / "plan.json").exists(), "the old run is not written into"
+    with open_run_folder(plan, recipe, {"seed": 1}, keep=False):
+        pass
+
+
+def test_a_run_that_is_gone_is_not_gone_on_with(plan, recipe):
+    with pytest.raises(Refused, match="set aside by another launch"):
+        open_run_folder(plan, recipe, IDENTITY, keep=True).__enter__()
+
+
+def test_what_was_set_aside_is_held_no_longer_than_needed(plan, recipe, tmp_path):
+    begin(plan, recipe, "completed")
+    with open_run_folder(plan, recipe, IDENTITY, keep=False):
+        [aside] = (tmp_path / "runs").glob("case.*")
+        with hold_finished(aside):
+            pass

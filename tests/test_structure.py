@@ -70,6 +70,7 @@ ORDER = [
     "plan.memory_plan",
     "plan.gpu_fit",
     "runs.identity",
+    "runs.lock",
     "runs.folder",
     "plan.durations",
     "runs.past",

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from tunebook.recipe.reading import write_resolved
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.checkpoints import list_checkpoints
 from tunebook.runs.identity import Identity, find_differences, recipe_identity, taken_over
+from tunebook.runs.lock import LOCK, hold, take
 from tunebook.system.writing import delete_leftovers, write_whole
 
 SUMMARY = "run_summary.json"
 IDENTITY = "identity.json"
-LOCK = ".lock"
 SECONDS_TO_BE_SEEN = 10.0
-SECONDS_OF_LOOKING = 1.0
 # What a tunebook run writes; a folder that holds other things is not ours to fill or to move.
 OURS = ("plan.json", IDENTITY, SUMMARY, "metrics.jsonl", "checkpoints", "adapter", "quarantine.jsonl", LOCK)
 
@@ -121,19 +119,7 @@ def open_run_folder(plan: Plan, recipe: Recipe, identity: Identity, keep: bool) 
     """
     folder = Path(plan.run_dir)
     check_free(folder)
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    try:
-        if not keep and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
-            _set_aside(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a")  # what another run wrote there stays while that one holds it
-    except OSError as error:
-        for parent in made:
-            if parent.is_dir():
-                parent.rmdir()
-        raise Refused(Problem(f"cannot be made: {error.strerror}", "Use --run-dir DIR", str(folder))) from error
-    with lock:
-        _hold(lock.fileno(), folder)
+    with take(folder, keep) as lock:
         try:
             lock.truncate(0)
             lock.write(_launch_name())
@@ -178,9 +164,11 @@ def check_folder(plan: Plan, recipe: Recipe, fresh: bool, goes_on: bool = True) 
 
 def is_unfinished(folder: Path) -> bool:
     """Return whether the folder holds a run that did not come to its end, however far it got."""
-    if not folder.is_dir() or not any(path.name != LOCK for path in folder.iterdir()):
+    try:
+        holds_a_run = any(path.name != LOCK for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    return not is_completed(folder)
+    return holds_a_run and not is_completed(folder)
 
 
 def is_completed(folder: Path) -> bool:
@@ -192,6 +180,16 @@ def is_completed(folder: Path) -> bool:
 
 def check_free(folder: Path) -> None:
     """Raise Refused if the folder is in use, or no place for a run."""
+    try:
+        _look_into(folder)
+    except FileNotFoundError:
+        return  # another launch is setting it aside at this moment
+    except OSError as error:
+        fix = "Give yourself the right to read and write it, or use --run-dir DIR"
+        raise Refused(Problem(f"cannot be looked into: {error.strerror}", fix, str(folder))) from error
+
+
+def _look_into(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise Refused(Problem("is a file, and the run folder would stand there", "Use --run-dir DIR", str(folder)))
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -201,7 +199,7 @@ def check_free(folder: Path) -> None:
         raise Refused(Problem("holds a run, and cannot be written to", "Use --run-dir DIR", str(folder)))
     if LOCK in names:
         with (folder / LOCK).open("r") as lock:  # a shared lock, for all ranks of a launch ask at once
-            _hold(lock.fileno(), folder, fcntl.LOCK_SH)
+            hold(lock.fileno(), folder, fcntl.LOCK_SH)
 
 
 @contextmanager
@@ -210,29 +208,5 @@ def hold_finished(folder: Path) -> Iterator[None]:
     with ExitStack() as held:
         with suppress(OSError):  # somebody else's folder, which can only be read
             lock = held.enter_context((folder / LOCK).open("a"))
-            _hold(lock.fileno(), folder)
+            hold(lock.fileno(), folder)
         yield
-
-
-def _hold(lock: int, folder: Path, kind: int = fcntl.LOCK_EX) -> None:
-    """Lock an open file, or raise Refused; waits a moment for those who only look whether the folder is free."""
-    deadline = time.monotonic() + SECONDS_OF_LOOKING
-    while True:
-        try:
-            # Released by the system however the process ends, so a killed run never blocks the next one.
-            return fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                fix = "Wait for it, or use --run-dir DIR"
-                raise Refused(Problem("is in use by a run that is going on", fix, str(folder))) from error
-        time.sleep(0.02)
-
-
-def _set_aside(folder: Path) -> Path:
-    """Rename the folder to a dated name beside it; return the new name."""
-    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    for number in range(1000):
-        aside = folder.with_name(f"{folder.name}.{stamp}{f'-{number}' if number else ''}")
-        if not aside.exists():
-            return folder.rename(aside)
-    raise OSError(f"no free name beside {folder}")

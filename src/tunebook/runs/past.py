@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import Problem, Refused
-from tunebook.runs.folder import LOCK, SUMMARY, read_summary
+from tunebook.runs.folder import SUMMARY, read_summary
+from tunebook.runs.lock import LOCK
 
 Event = Mapping[str, Any]
 MOST_STEPS = 2**53  # which a float tells apart; no run has as many
