@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from gpu_model import QWEN_7B, RANK, TINY, add_adapter, build_base, dequantized, quantize
+from tunebook.model.attention import kept_for_attention
 from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters
 from tunebook.plan.durations import operations_per_token, read_gpu
 from tunebook.plan.memory import CONSTANTS_BLOCK, LOGITS_AT_ONCE, QUANTIZED_BLOCK, Storage, Work, predict_memory
@@ -208,9 +209,11 @@ class Bench:
         constants = 1 / QUANTIZED_BLOCK + 4 / QUANTIZED_BLOCK / CONSTANTS_BLOCK
         storage = Storage(compute=2, residual=2, frozen=2, copies=2, quantized=0.5, constants=constants, dequantized=2)
         rows, length = batch["input_ids"].shape
+        joined = setting.packed and setting.rows > 1  # what is compiled are the layers, which are given their masks
+        kept = kept_for_attention(setting.attention, self.model_shape, length, joined=joined)
         work = Work(
             rows, length, count_lora_parameters(self.model_shape, {}, RANK), RANK, setting.checkpointing,
-            masked=rows > 1 and not setting.attention.startswith("flash"),
+            masked=kept.masked, repeats_keys=kept.repeats_keys,
             logits_at_once=LOGITS_AT_ONCE if setting.in_pieces else None,
         )  # fmt: skip
         return predict_memory(self.model_shape, storage, work).total

@@ -57,6 +57,7 @@ DEEP |= {"num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings"
 WORDY = {**DEEP, "num_hidden_layers": 2, "vocab_size": 65536}
 R16 = {"r": 16, "lora_alpha": 16}
 OFF, ON = {"activation_checkpointing": False}, {"activation_checkpointing": True}
+PACKED, EAGER = {"packing": True}, {"model": {"attn_implementation": "eager"}}
 CASES = {
     "qlora": Case(WIDE, 4, 256, R16, NF4, arguments=ON),
     "qlora, activations kept": Case(WIDE, 4, 256, R16, NF4, arguments=OFF),
@@ -71,6 +72,12 @@ CASES = {
     "qlora, bfloat16": Case(WIDE, 4, 256, R16, NF4, "bfloat16", ON),
     "lora, bfloat16, activations kept": Case(DEEP, 2, 256, R16, None, "bfloat16", OFF),
     "full, bfloat16": Case(WIDE, 1, 256, None, None, "bfloat16", ON),
+    "lora, padded, activations kept": Case(WIDE, 4, 256, R16, arguments=OFF),
+    "lora, packed": Case(WIDE, 4, 256, R16, arguments=ON | PACKED),
+    "lora, packed, activations kept": Case(WIDE, 4, 256, R16, arguments=OFF | PACKED),
+    "qlora, bfloat16, packed, activations kept": Case(WIDE, 4, 256, R16, NF4, "bfloat16", OFF | PACKED),
+    "lora, eager": Case(WIDE, 4, 256, R16, arguments=ON | EAGER),
+    "lora, eager, activations kept, one row": Case(WIDE, 1, 512, R16, arguments=OFF | EAGER),
 }
 
 
@@ -157,7 +164,7 @@ def train(folder: Path, case: Case, steps: int = 2) -> None:
 
 
 def nearly_same_rows(number: int, length: int) -> TinyData:
-    """Return rows of which every other one is a token shorter, so that there is a mask; all tokens are trained.
+    """Return rows of which every other one is a token shorter, so that some are padded; all tokens are trained.
 
     A plan without data cannot know how many are, and takes all.
     """

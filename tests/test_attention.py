@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tiny_data import build_recipe
-from tunebook.model.attention import attention_notes, caps_scores, check_attention, check_rope
+from tunebook.model.attention import attention_notes, caps_scores, check_attention, check_rope, kept_for_attention
+from tunebook.model.shapes import build_shape, find_shape
 
 GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 224, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 100}
 
 
@@ -58,3 +63,32 @@ def test_rows_are_no_longer_than_they_are_cut():
     recipe = recipe_with()
     cut = replace(recipe, data=recipe.data.model_copy(update={"max_length": 100}))
     assert not check_rope(cut, LONG, 150, 4)
+
+
+def test_what_no_cpu_can_show_of_attention():
+    """Neither runs here: flash attention takes rows as they are, and flex repeats keys for some numbers of heads."""
+    shapes = {heads: build_shape({**SHAPE, "num_attention_heads": heads}, "") for heads in (4, 28)}
+    for joined in (False, True):
+        for flash in ("flash_attention_2", "flash_attention_3"):
+            assert kept_for_attention(flash, shapes[28], 100, joined=joined) == (False, False)
+        assert kept_for_attention("flex_attention", shapes[4], 100, joined=joined) == (False, False)
+        assert kept_for_attention("flex_attention", shapes[28], 100, joined=joined) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"model_type": "llama"}, None),
+        ({"model_type": "mistral"}, 4096),  # what transformers takes where nothing is written
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "phi3", "sliding_window": 2047}, 2047),
+        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": False}, None),
+        ({"model_type": "qwen3", "sliding_window": 100, "use_sliding_window": True}, 100),
+    ],
+)
+def test_the_window_of_a_model_is_that_of_its_config(config, window):
+    assert build_shape({**SHAPE, **config}, "").window == window
+
+
+def test_mistral_of_the_shipped_recipe_has_no_window():
+    assert find_shape("mistralai/Mistral-7B-v0.3").window is None

@@ -130,7 +130,8 @@ def predicted_bytes(case: Case) -> int:
     plan = replace(build_plan(recipe, world_of(1)), compute_dtype=case.dtype)
     shape = build_shape({"model_type": "qwen2", **case.shape}, "")
     assert shape is not None
-    return plan_memory(recipe, plan, shape, lambda rows: (rows, case.length), None).planned.total
+    plan = replace(plan, max_length=case.length)
+    return plan_memory(recipe, plan, shape, None, None).planned.total
 
 
 def measured_bytes(folder: Path, names: list[str]) -> dict[str, int]:
@@ -199,6 +200,35 @@ def test_what_costs_memory_costs_it_here(planned):
     assert sgd.planned.optimizer == 0 < base.optimizer
     single = planned(text.replace("bnb_4bit_use_double_quant: true", "bnb_4bit_use_double_quant: false")).planned
     assert single.constants == pytest.approx(base.constants * 3.94, rel=0.01)
+
+
+def test_padded_rows_need_no_mask_and_joined_ones_do(planned, monkeypatch):
+    """By as many bytes as there are numbers in the mask, in each layer, and twice the keys and values of 28 heads."""
+    text = RECIPE.replace("activation_checkpointing: true", "activation_checkpointing: false") + "lora: {r: 16}\n"
+    padded, joined = planned(text), planned(text.replace("max_length: 1024", "max_length: 1024, packing: true"))
+    assert (padded.rows, padded.length) == (4, 1024) and (joined.rows, joined.length) == (1, 4096)
+    per_token = 2 * 4096 + 2 * (3 * 28 - (28 + 2 * 4)) * 128
+    assert joined.kept.activations - padded.kept.activations == 4096 * 28 * per_token
+    assert joined.checkpointed.activations > padded.checkpointed.activations
+    assert joined.largest_rows is None or joined.largest_rows <= padded.largest_rows
+    monkeypatch.setattr("tunebook.recipe.contradictions.find_spec", lambda name: name)  # as if flash-attn were there
+    flash = "model: {attn_implementation: flash_attention_2, "
+    for one in (text, text.replace("max_length: 1024", "max_length: 1024, packing: true")):
+        on_flash = planned(one.replace("model: {", flash)).kept
+        assert on_flash.total == padded.kept.total
+    single = text.replace("_size: 4", "_size: 1")
+    alone = planned(single.replace("max_length: 1024", "max_length: 1024, packing: true"))
+    assert alone.kept == planned(single).kept, "a row that nothing is joined to needs no mask"
+    compiled = planned(text.replace("training: {", "training: {torch_compile_mode: default, "))
+    assert compiled.kept.total > padded.kept.total
+
+
+def test_eager_attention_has_its_mask_at_one_row_too(planned):
+    text = RECIPE.replace("_size: 4", "_size: 1").replace("1024", "4096") + "lora: {r: 16}\n"
+    sdpa, eager = planned(text), planned(text.replace("model: {", "model: {attn_implementation: eager, "))
+    scores, repeated, mask = 28 * 4096 * (4 + 2 * 2), 2 * (3 * 28 - (28 + 2 * 4)) * 128, 2 * 4096
+    assert eager.kept.activations - sdpa.kept.activations == 4096 * 28 * (scores + repeated)
+    assert eager.checkpointed.activations - sdpa.checkpointed.activations == 4096 * (scores + repeated + mask)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(planned):

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from tiny_training import NF4, build_base, build_data, build_recipe, plan_of
 from training_scenarios import run_of
 from tunebook.errors import Refused, TrainingFailed
 from tunebook.launching.process_group import start_process_group, stop_process_group
 from tunebook.launching.world import World
+from tunebook.model.attention import kept_for_attention
+from tunebook.model.shapes import build_shape
 from tunebook.training.batches import FILLER, BatchLayout, GlobalBatchSampler, join_rows, pad_right, tensors_of
 from tunebook.training.failures import explaining
 from tunebook.training.packing import check_rows_apart, measure_apart
@@ -134,6 +137,60 @@ def test_inside_known_rows_no_mask_is_made_where_none_is_needed(monkeypatch):
     assert no_mask is None and single is None and asked.shape == (3, 1, 4, 4)
     row = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
     assert torch.equal(rows[0, 0], (row[:, None] == row) & torch.ones(8, 8).tril().bool())
+
+
+TWO_ROWS = [{"input_ids": list(range(5, 5 + n)), "labels": list(range(5, 5 + n))} for n in (9, 3)]
+MICRO_BATCHES = {
+    "padded": pad_right(TWO_ROWS),
+    "one row": pad_right(TWO_ROWS[:1]),
+    "joined": join_rows(TWO_ROWS),
+    "one row, packed": join_rows(TWO_ROWS[:1]),
+}
+
+
+def inputs_of(batch):
+    return {name: tensor for name, tensor in tensors_of(batch).items() if name != "labels"}
+
+
+@pytest.mark.parametrize("batch", MICRO_BATCHES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("kind", "window"), [("qwen2", None), ("llama", None), ("mistral", 9), ("mistral", 13)])
+def test_what_attention_keeps_is_what_the_memory_plan_counts(kind, window, attention, batch, monkeypatch):
+    model = build(kind, attention, **({} if window is None else {"sliding_window": window}))
+    seen = {"masks": [], "repeated": 0}
+
+    def repeat(states, times):
+        seen["repeated"] += 1
+        return repeat_kv(states, times)
+
+    for place in ("integrations.sdpa_attention", f"models.{kind}.modeling_{kind}"):
+        monkeypatch.setattr(f"transformers.{place}.repeat_kv", repeat)
+    for layer in model.model.layers:
+        forward = layer.forward
+        monkeypatch.setattr(
+            layer, "forward", lambda *a, to=forward, **k: seen["masks"].append(k["attention_mask"]) or to(*a, **k)
+        )
+    inputs = inputs_of(MICRO_BATCHES[batch])
+    with known_rows(attention, inputs) as given:
+        model(**given, use_cache=False)
+    shape = build_shape(model.config.to_dict(), "")
+    kept = kept_for_attention(attention, shape, inputs["input_ids"].shape[1], joined=batch == "joined")
+    assert kept == (all(mask is not None for mask in seen["masks"]), seen["repeated"] == 2 * 2)
+    assert kept.masked == any(mask is not None for mask in seen["masks"]) and seen["repeated"] in (0, 4)
+
+
+@pytest.mark.parametrize("batch", MICRO_BATCHES)
+def test_a_compiled_model_always_has_a_mask_beside_sdpa(batch):
+    graphs = []
+    model = build("qwen2", "sdpa")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    with torch.no_grad():
+        compiled(**inputs_of(MICRO_BATCHES[batch]), use_cache=False)
+    calls = [node for graph in graphs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+    kept = kept_for_attention("sdpa", build_shape(model.config.to_dict(), ""), 9, compiled=True)
+    assert len(calls) == 2 and kept == (True, True)
+    assert all(call.kwargs["attn_mask"] is not None and not call.kwargs.get("enable_gqa") for call in calls)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,13 +1,48 @@
-"""Which attention a model can have: what transformers chooses by itself is said, what it cannot do is refused."""
+"""Which attention a model can have: what transformers chooses by itself is said, what it cannot do is refused.
+
+And what a kind of attention keeps of a micro-batch, which is what the memory plan goes by.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunebook.errors import Problem
+from tunebook.model.shapes import ModelShape
 from tunebook.recipe.schema import Recipe
 
 # These compute scores without the cap that Gemma2 puts on them (50 tanh(score / 50); Gemma Team 2024, section 2).
 CANNOT_CAP = ("sdpa",)
+
+
+class Kept(NamedTuple):
+    """What attention has of a micro-batch beside its queries, keys and values.
+
+    `masked`: a mask of each row's positions against each other. `repeats_keys`: a copy of keys and values for each head
+    of the queries, where several share one.
+    """
+
+    masked: bool
+    repeats_keys: bool
+
+
+def kept_for_attention(
+    attention: str, shape: ModelShape, length: int, *, joined: bool = False, compiled: bool = False
+) -> Kept:
+    """Return what attention keeps of rows of `length` tokens, padded on the right, or `joined` to one of that length.
+
+    `training.row_masks` spares sdpa the mask of padded rows, but not that of joined ones, nor that of rows which reach
+    the window of a model. A compiled model is left to transformers, which spares no mask while compiling
+    (masking_utils._ignore_causal_mask_sdpa), and repeats keys beside one (integrations/sdpa_attention.py). Eager
+    attention always has a mask. Flash attention has none, and flex one of blocks, which is small; that repeats keys
+    where the number of heads is no power of two (integrations/flex_attention.py).
+    """
+    if attention == "sdpa":
+        reaches_window = shape.window is not None and length >= shape.window
+        masked = joined or compiled or reaches_window
+        return Kept(masked, repeats_keys=masked)
+    if attention == "flex_attention":
+        return Kept(masked=False, repeats_keys=shape.num_heads.bit_count() != 1)
+    return Kept(masked=attention == "eager", repeats_keys=attention == "eager")
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:

@@ -19,9 +19,10 @@ ARCHITECTURES: Mapping[str, tuple[int, bool, tuple[str, ...]]] = {
 }
 # What transformers takes where a config.json leaves a key out, and other architectures take something else.
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
-    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
-    "mistral": {"num_key_value_heads": 8},
-    "qwen3": {"head_dim": 128},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096},
 }
 
 
@@ -30,6 +31,7 @@ class ModelShape:
     """What a decoder-only model is made of. `linears` holds (name, inputs, outputs) for one layer, without the head.
 
     `num_norms` are the norms of a layer over the hidden size; `has_head_norms` says that heads have their own as well.
+    `window` is how many tokens back attention looks in some layer at least; None where it looks at all.
     """
 
     model_type: str
@@ -44,6 +46,7 @@ class ModelShape:
     num_heads: int
     num_norms: int
     has_head_norms: bool
+    window: int | None
 
 
 def find_shape(name_or_path: str, revision: str | None = None) -> ModelShape | None:
@@ -120,7 +123,16 @@ def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:
         num_heads=heads,
         num_norms=norms,
         has_head_norms=head_norms,
+        window=_find_window(config),
     )
+
+
+def _find_window(config: Mapping[str, Any]) -> int | None:
+    """Return the window of a config. Qwen writes one down, and uses it only where it says so."""
+    if config["model_type"].startswith("qwen") and not config.get("use_sliding_window"):
+        return None
+    window: int | None = config.get("sliding_window")
+    return window
 
 
 def _count_biases(config: Mapping[str, Any], keys: tuple[str, ...], attention: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from tunebook.errors import Problem
 from tunebook.model.shapes import ModelShape
 from tunebook.plan.memory import GIB
-from tunebook.plan.memory_plan import TIGHT, find_sizes, plan_memory, with_micro_batch
+from tunebook.plan.memory_plan import TIGHT, find_sizes, full_micro_batch, plan_memory, with_micro_batch
 from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 
@@ -70,7 +70,7 @@ def find_candidates(
         there = with_micro_batch(recipe, plan, size) if recipe.chooses_micro_batch else plan
         layout = None if lay_out is None else lay_out(there)
         positions = float(plan.global_batch_size * plan.max_length) if layout is None else layout.positions
-        fullest = (size, plan.max_length) if layout is None else layout.shape
+        fullest = full_micro_batch(recipe, plan, size) if layout is None else layout.shape
         bytes_of = _predict(recipe, there, shape, fullest, gpu_gib)
         starts = starting * plan.world_size * there.gradient_accumulation_steps
         found += [

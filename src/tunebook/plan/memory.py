@@ -17,10 +17,14 @@ compute type; after Korthikanti et al. 2022, section 4, for today's layers):
     norms           4H each    the input in float32
                     4H each    the normalised input as well, where the norm's weight is trained
     their outputs   cH each    input of q, k, v and of gate, up; one copy for each layer where autocast converts it
-    attention       c(Q + 2K)  queries, keys and values after rotation; 3Q where a mask makes keys be repeated
-                    cQ         its output, the input of the output projection (and c x tokens of a mask per layer)
+    attention       c(Q + 2K)  queries, keys and values after rotation; 3cQ where keys and values are repeated per head
+                    cQ         its output, the input of the output projection
+                    cT         of a mask of T tokens, where there is one: sdpa makes it of the model's in each layer
     MLP             4cI        gate, silu(gate), up, and their product, the input of the down projection
     adapter         cr each    what the A of each target gives
+
+Where there is a mask, and keys are repeated, model/attention.py tells. Eager attention adds one mask to the scores of
+all layers, and stores those.
 
 With activation checkpointing a layer stores its input only (H of the residual stream), and the rest of one layer at a
 time is computed again. The logits are there three times at the loss's backward: the log-softmax, the gradient that
@@ -39,7 +43,7 @@ GIB = 1024**3
 # What a CUDA process holds before its first tensor: context, kernels, cuBLAS workspace (0.4 to 0.6 GiB).
 CUDA_CONTEXT_BYTES = GIB // 2
 QUANTIZED_BLOCK, CONSTANTS_BLOCK = 64, 256  # bitsandbytes: weights that share a scale, scales that share one
-FLOAT32 = 4
+FLOAT32, BOOLEAN = 4, 1
 # Logits that tunebook makes at once: 0.25 GiB in float32, 0.75 GiB with what the backward makes of them.
 LOGITS_AT_ONCE = 2**26
 
@@ -78,7 +82,8 @@ class Work:
     """What is trained and on what: `adapter` is the number of LoRA parameters (None: all weights are trained).
 
     A micro-batch has `rows` rows of `length` tokens. `keeps_gradients` says that a step has several micro-batches,
-    `logits_at_once` how many logits are made at a time (None: all).
+    `logits_at_once` how many logits are made at a time (None: all). `masked` and `repeats_keys` are those of
+    `model.attention.Kept`.
     """
 
     rows: int
@@ -87,7 +92,8 @@ class Work:
     rank: int = 0
     checkpointing: bool = True
     keeps_gradients: bool = False
-    masked: bool = True
+    masked: bool = False
+    repeats_keys: bool = False
     eager_attention: bool = False
     logits_at_once: int | None = None
 
@@ -120,8 +126,7 @@ class Memory:
 
 def predict_memory(shape: ModelShape, storage: Storage, work: Work) -> Memory:
     """Return what one process holds at its fullest moment, in bytes; the module's text has the arithmetic."""
-    trained = shape.num_parameters if work.adapter is None else work.adapter
-    linears = count_linear_parameters(shape)
+    trained, linears = shape.num_parameters if work.adapter is None else work.adapter, count_linear_parameters(shape)
     if work.adapter is None:
         weights, constants = trained * storage.trained, 0.0
     else:
@@ -133,20 +138,21 @@ def predict_memory(shape: ModelShape, storage: Storage, work: Work) -> Memory:
     layer = count_layer_activation_bytes(shape, storage, work)
     stored = shape.num_layers * (shape.hidden_size * storage.residual if work.checkpointing else layer)
     copies = (linears + shape.vocab_size * shape.hidden_size if work.adapter is None else trained) * storage.copies
-    around = (FLOAT32 + storage.compute) * shape.hidden_size  # the last norm and its output
+    # The last norm and its output, and the mask that all layers were given.
+    mask = count_mask_bytes(storage, work)
+    around = (FLOAT32 + storage.compute) * shape.hidden_size + mask
     # One layer's backward: the product's gradient and those of its two factors, beside what was stored.
     factors = 3 * storage.compute * inner_width(shape)
-    again = layer if work.checkpointing else 0
+    again = layer + mask if work.checkpointing else 0
     dequantized = max(inputs * outputs for _, inputs, outputs in shape.linears) * storage.dequantized
     # Per moment: gradients, activations, logits, workspace.
     moments = {
         "loss": (kept, work.tokens * (stored + around), count_logit_bytes(shape, storage, work), copies),
         "last layer": (kept, work.tokens * (stored + again + factors), 0.0, dequantized),
-        "first layer": (gradients, work.tokens * (layer + factors), 0.0, dequantized),
+        "first layer": (gradients, work.tokens * (layer + factors + mask), 0.0, dequantized),
         "optimizer step": (gradients, 0.0, 0.0, trained * storage.step),
     }
-    moment = max(moments, key=lambda name: sum(moments[name]))
-    held, activations, logits, workspace = moments[moment]
+    held, activations, logits, workspace = moments[moment := max(moments, key=lambda name: sum(moments[name]))]
     return Memory(
         weights=round(weights),
         constants=round(constants),
@@ -164,17 +170,24 @@ def count_layer_activation_bytes(shape: ModelShape, storage: Storage, work: Work
     """Return the bytes per token that one layer stores for its backward, without activation checkpointing."""
     hidden, compute = shape.hidden_size, storage.compute
     query, key, inner = query_width(shape), key_width(shape), inner_width(shape)
-    repeats = work.masked and key < query
+    repeats = work.repeats_keys and key < query
     norms = shape.num_norms * hidden * (2 * FLOAT32 if work.adapter is None else FLOAT32)
     norms += FLOAT32 * (query + key) if shape.has_head_norms else 0
     fed = len(shape.linears) - 2 if storage.converts_inputs else 2  # q, k, v and gate, up; or one copy for each group
     attention = compute * (3 * query if repeats else query + 2 * key) + compute * query
     attention += compute * query if storage.converts_inputs else 0
-    attention += compute * work.length if work.masked else 0
+    attention += compute * work.length if work.masked and not work.eager_attention else 0
     if work.eager_attention:  # scores and their softmax, in float32 and in the compute type, for each head
         attention += shape.num_heads * work.length * (FLOAT32 + 2 * compute)
     adapter = compute * work.rank * len(shape.linears)
     return norms + fed * compute * hidden + attention + 4 * compute * inner + adapter
+
+
+def count_mask_bytes(storage: Storage, work: Work) -> float:
+    """Return the bytes per token of the mask that the model makes for all layers, which checkpointed layers keep."""
+    if not (work.masked and work.checkpointing):
+        return 0
+    return work.length * (storage.compute if work.eager_attention else BOOLEAN)
 
 
 def count_logit_bytes(shape: ModelShape, storage: Storage, work: Work) -> float:

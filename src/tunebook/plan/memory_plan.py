@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from tunebook.model.attention import kept_for_attention
 from tunebook.model.shapes import ModelShape, count_lora_parameters
 from tunebook.plan.memory import (
     CONSTANTS_BLOCK,
@@ -41,9 +42,9 @@ Fullest = Callable[[int], tuple[int, int]]
 class MemoryPlan:
     """Predicted memory of one process, with activation checkpointing and without, for one micro-batch.
 
-    `rows` x `length` tokens is the micro-batch that was taken; `taken` says why. `gpu_bytes` is what was asked for, and
-    `largest_rows` the largest micro-batch that fits there in the recipe's own way (None: none does). `least` are the
-    bytes that a single token needs: weights, gradients, optimizer and the context.
+    `rows` x `length` tokens is the micro-batch that was taken, where joined rows are one; `taken` says why. `gpu_bytes`
+    is what was asked for, and `largest_rows` the largest micro-batch that fits there in the recipe's own way (None:
+    none does). `least` are the bytes that a single token needs: weights, gradients, optimizer and the context.
     """
 
     checkpointed: Memory
@@ -90,7 +91,7 @@ def plan_memory(
     """
     assumed: list[str] = []
     storage = storage_of(recipe, plan, shape, assumed)
-    size_of: Fullest = fullest or (lambda rows: (rows, plan.max_length))
+    size_of: Fullest = fullest or (lambda rows: full_micro_batch(recipe, plan, rows))
     rows, length = size_of(plan.per_device_train_batch_size)
     taken = "the fullest micro-batch of the first epoch" if fullest else "every row as long as data.max_length"
     work = work_of(recipe, plan, shape, (rows, length), assumed)
@@ -115,6 +116,11 @@ def plan_memory(
         largest_rows=largest,
         least=predict_memory(shape, storage, replace(work, rows=1, length=1, checkpointing=True)).total + context,
     )
+
+
+def full_micro_batch(recipe: Recipe, plan: Plan, rows: int) -> tuple[int, int]:
+    """Return rows and tokens of a micro-batch of rows that are all as long as data.max_length; packing joins them."""
+    return (1, rows * plan.max_length) if recipe.data.packing else (rows, plan.max_length)
 
 
 def with_micro_batch(recipe: Recipe, plan: Plan, rows: int) -> Plan:
@@ -149,7 +155,7 @@ def storage_of(recipe: Recipe, plan: Plan, shape: ModelShape, assumed: list[str]
 
 
 def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[int, int], assumed: list[str]) -> Work:
-    """Return what is trained, on a micro-batch given as rows and tokens of each."""
+    """Return what is trained, on a micro-batch given as rows and tokens of each; joined ones are a single row."""
     rows, length = micro_batch
     adapter, rank = None, 0
     if recipe.lora is not None:
@@ -158,9 +164,10 @@ def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[in
         if adapter is None:
             adapter = count_lora_parameters(shape, {}, rank)
             assumed.append("the adapter is counted as one on all linear layers")
-    eager = recipe.model.attn_implementation == "eager" or (
-        recipe.model.attn_implementation is None and shape.model_type == "gemma2"  # transformers: no sdpa with softcap
-    )
+    chosen = "eager" if shape.model_type == "gemma2" else "sdpa"  # transformers: no sdpa with softcap
+    attention = recipe.model.attn_implementation or chosen
+    joined = recipe.data.packing and plan.per_device_train_batch_size > 1
+    kept = kept_for_attention(attention, shape, length, joined=joined, compiled=recipe.compiles)
     return Work(
         rows=rows,
         length=length,
@@ -168,9 +175,10 @@ def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[in
         rank=rank,
         checkpointing=plan.activation_checkpointing,
         keeps_gradients=plan.gradient_accumulation_steps > 1,
-        masked=rows > 1 and not (recipe.model.attn_implementation or "").startswith("flash"),
-        eager_attention=eager,
-        logits_at_once=LOGITS_AT_ONCE if recipe.batch.fused_loss == "auto" else None,
+        masked=kept.masked,
+        repeats_keys=kept.repeats_keys,
+        eager_attention=attention == "eager",
+        logits_at_once=LOGITS_AT_ONCE if recipe.batch.fused_loss == "auto" and not recipe.compiles else None,
     )
 
 

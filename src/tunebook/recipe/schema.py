@@ -175,6 +175,12 @@ class Recipe:
         return self.arguments.get("activation_checkpointing") == AUTO
 
     @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled, which TrainingArguments also takes from a backend or a mode of compiling."""
+        names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        return any(self.arguments.get(name) for name in names)
+
+    @property
     def seed(self) -> int:
         """The seed of adapter weights, dropout and row order; 42 by default, as in TrainingArguments."""
         return int(self.arguments.get("seed", 42))

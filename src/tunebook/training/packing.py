@@ -56,7 +56,7 @@ def check_rows_apart(recipe: Recipe, model: Any, compute_dtype: str) -> None:
         reason = f"attends in chunks of {chunk} tokens, which are counted from the start of the joined rows"
         raise _refusal(recipe, f"{name} {reason}")
     try:
-        apart = measure_apart(model, compute_dtype, compiled=bool(recipe.arguments.get("torch_compile")))
+        apart = measure_apart(model, compute_dtype, compiled=recipe.compiles)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise _refusal(recipe, f"{name} takes no joined rows: {' '.join(str(error).split())}") from error
     if not apart.holds(compute_dtype):
