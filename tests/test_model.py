@@ -14,7 +14,7 @@ from tunebook.errors import Refused
 from tunebook.launching.world import World
 from tunebook.model.adapter import adapter_tensors, tensor_sha256
 from tunebook.model.lora_targets import short_names
-from tunebook.model.model import build_model, check_positions
+from tunebook.model.model import build_model, check_positions, find_model_problems
 
 pytestmark = pytest.mark.slow
 
@@ -249,6 +249,18 @@ def test_a_model_saved_for_another_task_is_refused(base, tokenizer, monkeypatch,
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     assert "no causal language model" in refused(build_recipe(tmp_path / "other"), tokenizer, monkeypatch)
+
+
+def test_a_model_that_adds_a_loss_of_its_router_is_refused(base, tokenizer, monkeypatch, tmp_path):
+    """It is taken over the rows of a micro-batch, so that the layout would show in the result."""
+    shutil.copytree(base, tmp_path / "experts")
+    kind = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = json.loads((tmp_path / "experts" / "config.json").read_text()) | kind
+    plan = plan_of(build_recipe("org/any"), World(), build_data(), "runs/tiny")
+    for wanted in (True, False):
+        (tmp_path / "experts" / "config.json").write_text(json.dumps({**config, "output_router_logits": wanted}))
+        problems, _ = find_model_problems(build_recipe(tmp_path / "experts"), plan, tokenizer, 10, with_adapter=False)
+        assert ["output_router_logits: false" in problem.fix for problem in problems] == [True] * wanted
 
 
 def test_the_head_stays_unquantised_beside_other_layers_that_do(base, tokenizer):

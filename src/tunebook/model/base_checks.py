@@ -13,7 +13,7 @@ from tunebook.recipe.schema import Recipe
 def find_base_problems(recipe: Recipe, architecture: Any, hollow: Any, tokenizer: Any) -> list[Problem]:
     """Return why this recipe cannot train the model of this transformers config; `hollow` has no weights."""
     problems = _vocabulary_problems(recipe, hollow, tokenizer) + _precision_problems(recipe, architecture)
-    problems += _architecture_problems(recipe, architecture)
+    problems += _architecture_problems(recipe, architecture) + _router_problems(recipe, architecture)
     return problems + find_lora_problems(recipe, hollow)
 
 
@@ -38,6 +38,18 @@ def _architecture_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
         return []
     message = f"{recipe.model.name_or_path} is a {saved}, no causal language model"
     return [Problem(message, "Give a model that generates text", recipe.path, "model.name_or_path")]
+
+
+def _router_problems(recipe: Recipe, architecture: Any) -> list[Problem]:
+    """Refuse a model that adds a loss of its own to each micro-batch: how rows are laid out would change the result.
+
+    It balances the experts of a mixture by what their router gave the rows of one micro-batch, and is no sum over rows.
+    """
+    if not getattr(architecture.get_text_config(), "output_router_logits", False):
+        return []
+    message = f"{recipe.model.name_or_path} adds a loss of its router, which depends on the rows of a micro-batch"
+    fix = "Give a copy of it whose config.json says output_router_logits: false"
+    return [Problem(message, fix, recipe.path, "model.name_or_path")]
 
 
 def _vocabulary_problems(recipe: Recipe, hollow: Any, tokenizer: Any) -> list[Problem]:

@@ -7,16 +7,15 @@ pieces whose logits are made again in the backward. Sum and gradient are those o
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from tunebook.plan.memory import LOGITS_AT_ONCE
 from tunebook.training.batches import IGNORED_LABEL, pad_right, tensors_of
-from tunebook.training.loss import count_right, summed_token_loss
+from tunebook.training.loss import count_right, summed_token_loss, token_losses
 from tunebook.training.row_masks import attention_of, known_rows
 
 # What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
@@ -33,6 +32,14 @@ class Sums(NamedTuple):
 
     loss: Any
     right: Any
+
+
+class _Asked(NamedTuple):
+    """Which labels count, and what of them: whether they are held likeliest, and how far their loss is smoothed."""
+
+    targets: dict[str, Any]
+    want_right: bool
+    smoothing: float
 
 
 class HeadLoss:
@@ -63,29 +70,39 @@ class HeadLoss:
         """Whether all logits are made, as the model does by itself."""
         return self._after is None
 
-    def sums(self, model: Any, inputs: dict[str, Any], targets: dict[str, Any], want_right: bool = False) -> Sums:
+    def sums(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        targets: dict[str, Any],
+        want_right: bool = False,
+        smoothing: float = 0.0,
+    ) -> Sums:
         """Run `model`, which may be wrapped (DDP), on a micro-batch and return the sums over its labels.
 
         `inputs` are what the model takes and the labels, `targets` the `positions` and `ids` of the labels that count,
-        as `pad_right` and `join_rows` make them, on the model's device.
+        as `pad_right` and `join_rows` make them, on the model's device. `smoothing` is what `summed_token_loss` does.
         """
-        with self.knowing_rows(inputs) as given:
-            return self._sums(model, given, targets, want_right)
+        known = nullcontext(inputs) if self._compiled else known_rows(self._attention, inputs)
+        with known as given:
+            ask = _Asked(targets, want_right, smoothing)
+            return self._plain_sums(model, given, ask) if self.is_plain else self._sums(model, given, ask)
 
-    def knowing_rows(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Give the inputs to run the model on inside, where its masks are made from what is known of the rows."""
-        return nullcontext(inputs) if self._compiled else known_rows(self._attention, inputs)
-
-    def _sums(self, model: Any, inputs: dict[str, Any], targets: dict[str, Any], want_right: bool) -> Sums:
-        inputs = {**inputs, "use_cache": False}
+    def _plain_sums(self, model: Any, given: dict[str, Any], asked: _Asked) -> Sums:
+        """Return the sums over the logits of every token. The labels are not for the model, which would average."""
+        inputs = {**given, "use_cache": False}
         labels = inputs.pop("labels")
-        if self.is_plain:
-            logits = model(**inputs).logits
-            return Sums(summed_token_loss(logits, labels), count_right(logits, labels) if want_right else None)
+        logits = model(**inputs).logits
+        right = count_right(logits, labels) if asked.want_right else None
+        return Sums(summed_token_loss(logits, labels, asked.smoothing), right)
+
+    def _sums(self, model: Any, given: dict[str, Any], asked: _Asked) -> Sums:
+        inputs = {**given, "use_cache": False}
+        del inputs["labels"]
         found: list[Sums] = []
 
         def loss_of(hidden: Any) -> Any:
-            found.append(self._sum_pieces(hidden, targets, want_right))
+            found.append(self._sum_pieces(hidden, asked))
             # Where the model expects its logits. DDP looks for what takes part among a model's outputs.
             return found[-1].loss.to(hidden.dtype).reshape(1, 1, 1)
 
@@ -139,26 +156,26 @@ class HeadLoss:
         plain = summed_token_loss(model(**inputs).logits, tensors_of(rows, device)["labels"])
         return bool((ours - plain).abs() <= ROUNDING[compute_dtype] * plain.abs())
 
-    def _sum_pieces(self, hidden: Any, targets: dict[str, Any], want_right: bool) -> Sums:
+    def _sum_pieces(self, hidden: Any, asked: _Asked) -> Sums:
         """Return the sums for hidden states of shape (rows, tokens, hidden size)."""
-        states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets["positions"])
+        states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, asked.targets["positions"])
         size = max(1, LOGITS_AT_ONCE // self._num_logits) if self._in_pieces else len(states)
-        pieces = list(zip(states.split(size), targets["ids"].split(size), strict=True))
+        pieces = list(zip(states.split(size), asked.targets["ids"].split(size), strict=True))
         recompute = len(pieces) > 1 and torch.is_grad_enabled()
         sums = [
-            checkpoint(self._sum_piece, *piece, want_right, use_reentrant=False, preserve_rng_state=self._draws)
+            checkpoint(self._sum_piece, *piece, asked, use_reentrant=False, preserve_rng_state=self._draws)
             if recompute
-            else self._sum_piece(*piece, want_right)
+            else self._sum_piece(*piece, asked)
             for piece in pieces
         ]
-        right = torch.stack([one.right for one in sums]).sum() if want_right else None
+        right = torch.stack([one.right for one in sums]).sum() if asked.want_right else None
         return Sums(torch.stack([one.loss for one in sums]).sum(), right)
 
-    def _sum_piece(self, states: Any, ids: Any, want_right: bool) -> Sums:
+    def _sum_piece(self, states: Any, ids: Any, asked: _Asked) -> Sums:
         assert self._after is not None, "only for heads that were looked at"
         logits = self._after(self._forward(states)).float()
-        losses = cross_entropy(logits, ids, ignore_index=IGNORED_LABEL, reduction="none")
-        right = ((logits.argmax(dim=-1) == ids) & (ids != IGNORED_LABEL)).sum() if want_right else None
+        losses = token_losses(logits, ids, asked.smoothing)
+        right = ((logits.argmax(dim=-1) == ids) & (ids != IGNORED_LABEL)).sum() if asked.want_right else None
         return Sums(losses.sum(dtype=torch.float64), right)
 
 

@@ -15,16 +15,21 @@ DIVERGED_ADVICE = (
 )
 
 
-def summed_token_loss(logits: Any, labels: Any) -> Any:
+def summed_token_loss(logits: Any, labels: Any, smoothing: float = 0.0) -> Any:
     """Return the sum of the cross-entropies (nats) of all labels that count, a float64 scalar tensor.
 
     `logits` are (rows, tokens, vocabulary) and position i predicts `labels` (rows, tokens) at i + 1. Each token's loss
-    is computed in float32 as transformers' causal language models do, and the sum in float64.
+    is computed in float32 as transformers' causal language models do, and the sum in float64. With `smoothing` it is
+    that share of the mean over the whole vocabulary, and the rest of the label's own (Szegedy et al. 2016, section 7).
     """
     targets = labels[:, 1:].reshape(-1)
-    scores = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    losses = cross_entropy(scores, targets, ignore_index=IGNORED_LABEL, reduction="none")
+    losses = token_losses(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets, smoothing)
     return losses.sum(dtype=torch.float64)
+
+
+def token_losses(scores: Any, ids: Any, smoothing: float = 0.0) -> Any:
+    """Return the loss of each label from its float32 logits; it is 0 where none is trained."""
+    return cross_entropy(scores, ids, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=smoothing)
 
 
 def count_right(logits: Any, labels: Any) -> Any:

@@ -28,8 +28,11 @@ class RecipeTrainer(ResumableTrainer):
 
     The loss of a step is the sum over all labels of the global batch, on all processes, divided by their number. The
     logged `loss` is the mean of that over the steps since the last log. `eval_loss` is the sum over all labels of the
-    held-out rows divided by their number, whatever the batch size and the number of processes.
+    held-out rows divided by their number, whatever the batch size and the number of processes. No model computes a loss
+    here: many take the mean of a micro-batch, and Trainer smooths some without the shift to the next token.
     """
+
+    loss_is_scaled_for_ga = True  # accumulated losses add up to that of the step
 
     def __init__(self, run: ReadyRun, callbacks: list[TrainerCallback]) -> None:
         self.batches = run.batches
@@ -46,9 +49,6 @@ class RecipeTrainer(ResumableTrainer):
         )
         self.pace = Pace(self.stopwatch)
         self.remove_callback(PrinterCallback)
-        if not self._makes_all_logits:
-            # compute_loss takes the number of the step's labels, whatever the model itself would.
-            self.model_accepts_loss_kwargs = True
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Count the labels of the step, whose number over all processes Trainer has asked for anyway."""
@@ -73,18 +73,11 @@ class RecipeTrainer(ResumableTrainer):
 
         Times the processes, whose gradients DDP averages.
         """
-        targets = inputs.pop("targets")
-        if self._makes_all_logits:
-            with self._head_loss.knowing_rows(inputs) as given:
-                return super().compute_loss(model, given, return_outputs, num_items_in_batch)
-        loss = self._head_loss.sums(model, inputs, targets).loss / num_items_in_batch
+        targets, smoothing = inputs.pop("targets"), self.args.label_smoothing_factor
+        sums = self._head_loss.sums(model, inputs, targets, smoothing=smoothing)
+        loss = sums.loss / num_items_in_batch
         self.meet_in_backward()
         return (loss * self.accelerator.num_processes).float()
-
-    @property
-    def _makes_all_logits(self) -> bool:
-        """Whether the loss is left to the model: its head cannot be used alone, or all logits are smoothed over."""
-        return self._head_loss.is_plain or self.label_smoother is not None
 
     def held_out_loss(self) -> float | None:
         """Return the held-out loss of the weights as they stand, or None where no rows are held out.
