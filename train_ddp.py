@@ -292,7 +292,6 @@ def wrap(run: "ReadyRun") -> Any:
         # Buffers would be sent before each forward: they are equal from the start, and no layer here changes them.
         forward_sync_buffers=bool(args.ddp_broadcast_buffers),
         bucket_cap_mb=args.ddp_bucket_cap_mb,
-        static_graph=bool(args.ddp_static_graph),
     )
 
 

@@ -20,7 +20,7 @@ FOLLOWED: Final = frozenset(
         "eval_delay",
         "activation_checkpointing", "activation_checkpointing_kwargs", "dataloader_drop_last", "dataloader_num_workers",
         "dataloader_pin_memory", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers", "ddp_static_graph", "project",
+        "ddp_broadcast_buffers", "project",
     }
 )  # fmt: skip
 # About checkpoints, of which the loop writes none: nothing that they say changes the adapter.

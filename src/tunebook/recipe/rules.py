@@ -25,6 +25,7 @@ REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "deepspeed": ("topology belongs to the accelerate config file", "Remove it"),
     "parallelism_config": ("topology belongs to the accelerate config file", "Remove it"),
     "accelerator_config": ("batches and accumulation belong to the plan", "Remove it"),
+    "ddp_static_graph": ("the loss is made inside the model, and torch would not reduce the first step", "Remove it"),
     "log_on_each_node": ("only rank 0 prints", "Remove it"),
     "save_on_each_node": ("only rank 0 writes", "Remove it"),
     "log_level": ("tunebook prints the run itself", "Set TRANSFORMERS_VERBOSITY in the environment"),

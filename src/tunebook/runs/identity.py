@@ -21,7 +21,7 @@ HARMLESS_TRAINING = frozenset({
     "logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_total_limit",
     "eval_strategy", "eval_steps", "eval_delay", "project", "trackio_space_id", "dataloader_num_workers",
     "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_pin_memory", "ddp_timeout",
-    "ddp_backend", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph",
+    "ddp_backend", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_broadcast_buffers",
     "torch_empty_cache_steps", "skip_memory_metrics", "check_replicas", "fused_loss", "save_safetensors", "debug",
 })  # fmt: skip
 # With the best checkpoint exported, or a rate that follows the held-out loss, the moments of measuring decide, too.
