@@ -265,6 +265,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.tiny and not torch.cuda.is_available():
         sys.exit("No GPU is here. --tiny runs everything on the CPU, with a tiny model")
+    given.out.mkdir(parents=True, exist_ok=True)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
     began = time.monotonic()

@@ -173,8 +173,15 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="of a run; ten times as many of the tiny model")
+    parser.add_argument("--rounds", type=int, default=5, choices=range(1, 100), metavar="N")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        choices=range(2, 10_000),
+        metavar="N",
+        help="of a run; ten times as many of the tiny model",
+    )
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder that the results go to")
     parser.add_argument(
         "--contests",

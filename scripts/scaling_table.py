@@ -8,6 +8,7 @@ An all-reduce of G bytes over N processes in a ring moves 2 (N - 1) / N x G thro
 """
 
 import argparse
+import math
 from dataclasses import dataclass
 
 from tunebook.errors import Refused
@@ -44,7 +45,7 @@ class Step:
 
 def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> Step:
     """Return the step in which each process has `rows` rows of `tokens` tokens."""
-    size = min(rows, 8)
+    size = math.gcd(rows, 8)
     batch = (f"training.global_batch_size={processes * rows}", f"training.per_device_train_batch_size={size}")
     recipe = load_recipe(path, batch)
     plan, shape = build_plan(recipe, world_of(processes, "cuda")), find_shape(recipe.model.name_or_path)
@@ -70,22 +71,30 @@ def render_table(steps: list[Step]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+def positive_number(text: str) -> int:
+    """Return a number of tokens; argparse names the option where it is none."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def main() -> None:
     """Print the table of a recipe twice: the global batch as it is, and as many rows for every process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--gpu", default="h100", help="a name of facts/gpus.json")
-    parser.add_argument("--tokens-per-row", type=int, default=128, help="Alpaca's rows have 105 in the mean")
+    parser.add_argument("--tokens-per-row", type=positive_number, default=128, help="105 in Alpaca's mean")
     given = parser.parse_args()
     try:
         rows = load_recipe(given.recipe).batch.global_batch_size or 64
-        dealt = [processes for processes in PROCESSES if processes <= rows]
+        each = max(1, rows // 8)
+        dealt = [processes for processes in PROCESSES if rows % processes == 0]
         same = [plan_step(given.recipe, one, rows // one, given.tokens_per_row, given.gpu) for one in dealt]
-        grown = [plan_step(given.recipe, one, rows // 8, given.tokens_per_row, given.gpu) for one in PROCESSES]
+        grown = [plan_step(given.recipe, one, each, given.tokens_per_row, given.gpu) for one in PROCESSES]
     except Refused as refused:
         raise SystemExit(str(refused)) from refused
     print(f"The global batch stays at {rows} rows, and the adapter the same:\n\n{render_table(same)}\n")
-    print(f"Each process keeps {rows // 8} rows, and the global batch grows:\n\n{render_table(grown)}")
+    print(f"Each process keeps {each} rows, and the global batch grows:\n\n{render_table(grown)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tunebook.plan.memory import GIB
 from tunebook.plan.memory_limit import VARIABLE, find_limit, free_bytes
 from tunebook.plan.memory_plan import TIGHT
 from tunebook.plan.plan import build_plan
+from tunebook.plan.planning import plan_without_data
 from tunebook.plan.whole_plan import complete_plan
 from tunebook.recipe.reading import load_recipe
 from tunebook.runs.identity import find_differences, find_taken_over, recipe_identity, taken_over
@@ -178,3 +179,10 @@ def test_the_limit_is_what_is_said_or_a_share_of_what_is_free(tmp_path, monkeypa
     (group / "memory.max").write_text("1000000\n")
     assert free_bytes(meminfo, group) == 600000
     assert free_bytes(tmp_path / "absent", tmp_path / "none") > GIB // 4
+
+
+def test_a_memory_limit_that_cannot_be_read_is_refused_in_a_plan_too(read, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "-3")
+    with pytest.raises(Refused, match="TUNEBOOK_MEMORY_GIB: got '-3'"):
+        plan_without_data(read(BATCH, MICRO), world_of(2, "cpu"), None)
+    assert plan_without_data(read(BATCH, MICRO.replace("auto", "4")), world_of(2, "cpu"), None)

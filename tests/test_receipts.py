@@ -226,6 +226,7 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     before = (folder / "recipe.receipt.json").read_bytes()
     monkeypatch.setattr("tunebook.launching.launch.launch", lambda *words: 75)
     assert bench("recipe.yaml", (), 1, 3) == 75
+    assert "no receipt is written: the run with seed 42 did not end" in capsys.readouterr().err
     assert (folder / "recipe.receipt.json").read_bytes() == before
 
 
@@ -236,3 +237,16 @@ def test_runs_of_other_values_or_without_identity_are_not_compared(tmp_path):
     write_receipt(tmp_path / "mine.receipt.json", entry(identity={"training.optim": "another"}))
     [run] = read_past_runs([str(folder)])
     assert compare_with_receipt(tmp_path / "mine.receipt.json", run) == []
+
+
+def test_a_folder_that_takes_no_receipt_is_refused_before_the_hours(tmp_path, monkeypatch):
+    from tunebook.commands.bench import bench
+
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\n")
+    started = []
+    monkeypatch.setattr("tunebook.launching.launch.launch", lambda *words: started.append(words))
+    monkeypatch.setattr("os.access", lambda *asked: False)  # what root is told of a disk that is read-only
+    with pytest.raises(Refused, match="cannot be written to, and the receipt would stand there"):
+        bench(str(recipe), (), 1, 3)
+    assert not started

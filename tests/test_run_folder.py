@@ -51,11 +51,12 @@ def test_a_new_run_writes_its_recipe_and_plan(plan, recipe, tmp_path):
         assert load_recipe(str(folder / "case.yaml")).resolved == recipe.resolved
 
 
-def test_a_finished_run_is_set_aside_whole(plan, recipe, tmp_path):
+def test_a_finished_run_is_set_aside_whole(plan, recipe, tmp_path, capsys):
     finish(tmp_path / "runs" / "case", note="keep me")
     with open_run_folder(plan, recipe, IDENTITY, keep=False):
         [aside] = (tmp_path / "runs").glob("case.*")
         assert json.loads((aside / "run_summary.json").read_text())["note"] == "keep me"
+        assert f"note: the run that was in {tmp_path}/runs/case is kept in {aside}\n" in capsys.readouterr().err
         assert (aside / "adapter").is_dir()
 
 
@@ -210,7 +211,8 @@ def test_a_disk_without_locks_is_used_with_one_note(plan, recipe, tmp_path, monk
         check_folder(plan, recipe, fresh=True)
         with open_run_folder(plan, recipe, IDENTITY, keep=keep) as folder:
             assert read_begun(str(folder)).identity == IDENTITY
-        [note] = capsys.readouterr().err.splitlines()
+        *others, note = capsys.readouterr().err.splitlines()
+        assert ["is kept in" in other for other in others] == ([] if keep else [True])
         assert note.startswith(f"note: {folder} is on a disk without file locks ({os.strerror(number)})")
         assert "no second run may use it" in note
     assert len(list((tmp_path / "runs").glob("case.*"))) == 1

@@ -1,10 +1,12 @@
 """`tunebook bench`: a recipe run with several seeds, and its receipt written beside it."""
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tunebook.errors import EXIT_DONE
+from tunebook.errors import EXIT_DONE, Problem, Refused
 from tunebook.launching.world import count_gpus, world_of
 from tunebook.plan.planning import plan_without_data
 from tunebook.plan.table import build_console
@@ -22,7 +24,10 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
     recipe = load_recipe(path, overrides)
     plan_without_data(recipe, world_of(num_processes, "cuda" if count_gpus() else "cpu"), None)
     receipt = receipt_path(path)
-    read_receipt(receipt)  # one that cannot be read is refused before the hours, not after
+    read_receipt(receipt)  # what cannot be read, or written, is refused before the hours, not after
+    if not os.access(receipt.parent, os.W_OK):
+        fix = "Copy the recipe to a folder of yours"
+        raise Refused(Problem("cannot be written to, and the receipt would stand there", fix, str(receipt.parent)))
     from tunebook.launching.launch import find_script, launch
 
     seeds = [recipe.seed + number for number in range(num_seeds)]
@@ -32,6 +37,7 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
         for seed, folder in zip(seeds, folders, strict=True):
             words = [path, *overrides, *fixed, f"training.seed={seed}", "--run-dir", folder]
             if (code := launch(find_script(), words, num_processes)) != EXIT_DONE:
+                print(f"no receipt is written: the run with seed {seed} did not end, and is not kept", file=sys.stderr)
                 return code
         entry = build_entry(read_past_runs(folders), seeds, trial=bool(overrides))
     write_receipt(receipt, entry)

@@ -11,6 +11,7 @@ from tunebook.errors import Problem, Refused, TrainingFailed
 from tunebook.launching.command_line import Command
 from tunebook.launching.world import World, count_gpus, read_world, world_of
 from tunebook.plan.arithmetic import counted
+from tunebook.plan.memory_limit import read_said
 from tunebook.plan.plan import Plan, build_plan, with_rows, with_split
 from tunebook.plan.table import build_console, print_notes, render_plan
 from tunebook.plan.whole_plan import WholePlan, complete_plan, find_missing
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 def plan_without_data(recipe: Recipe, world: World, run_dir: str | None) -> Plan:
     """Return the plan before the data is read. Raises Refused where the recipe cannot run in this world."""
+    if recipe.chooses_micro_batch or recipe.chooses_checkpointing:
+        read_said()  # what cannot be read is refused now, and in a plan, too
     return build_plan(recipe, world, run_dir=run_dir, bf16_supported=_has_bf16(world))
 
 

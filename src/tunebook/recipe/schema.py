@@ -86,7 +86,7 @@ class DataSection(Section):
         "responses", description="Which tokens of a conversation are trained: every answer, the last, or everything."
     )
     max_length: int = Field(
-        1024, ge=2, description="Longest row in tokens; on_overflow says what becomes of longer ones."
+        1024, ge=2, le=10**9, description="Longest row in tokens; on_overflow says what becomes of longer ones."
     )
     on_overflow: Literal["truncate", "drop", "error"] = Field(
         "truncate", description="Rows longer than max_length: cut at the end, left out, or refused."

@@ -43,7 +43,7 @@ def take(folder: Path, keep: bool) -> TextIO:
                     text = f"{folder} is on a disk without file locks ({why_not}): no second run may use it meanwhile"
                     print(f"note: {text}", file=sys.stderr, flush=True)
                 return opened.pop()
-            _set_aside(folder)
+            print(f"note: the run that was in {folder} is kept in {_set_aside(folder)}", file=sys.stderr, flush=True)
     except OSError as error:
         raise Refused(_cannot_be_made(folder, error)) from error
     finally:
