@@ -80,6 +80,7 @@ def test_the_rows_are_what_their_script_makes(tmp_path):
     assert (tmp_path / "rows.jsonl").read_bytes() == (ROOT / "data" / "quickstart.jsonl").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_model_script_gives_the_same_bytes_twice_and_the_committed_tokenizer(tmp_path):
     for name in ("one", "two"):

@@ -79,6 +79,7 @@ def test_a_signal_while_measuring_is_heard_and_the_measurement_made_later(place,
         same_result(place.folder / name, place.unbroken(size))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_evaluation_that_is_made_later_leaves_dropout_where_it_was(place, times):
     word = "lora.lora_dropout=0.1"
@@ -128,6 +129,7 @@ def test_a_full_disk_at_the_very_end_costs_the_last_file_alone(place):
     same_result(place.folder / "full-end", place.unbroken(2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["finetune", "train_ddp"])
 def test_a_summary_that_cannot_be_written_is_said_before_training_and_after_it(place, script):
     # The first one says that the run is going on, the second how it ended, the third that it failed.

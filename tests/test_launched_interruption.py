@@ -94,6 +94,7 @@ def test_a_killed_rank_takes_the_others_along_and_is_named_last(place):
     assert "another process of the group ended" in launched.output()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("said", "fault"),
     [

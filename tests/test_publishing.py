@@ -84,6 +84,7 @@ def check_loads(files, place, folder):
 
 
 # X07
+@pytest.mark.long
 def test_a_push_that_fails_loses_nothing_and_the_printed_command_repeats_it(place, hub):
     hub.fail(Fault("POST .*/commit/.*", 403), Fault("GET /api/whoami-v2", 503))
     life = train(place, hub, *NAMED, "hub.repo=me/late", "--run-dir", "runs/late")

@@ -63,6 +63,7 @@ def true_losses(run, smoothing):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("takes_number", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_logged_loss_is_the_mean_over_all_labels_of_its_step(folder, monkeypatch, way, takes_number):
@@ -74,6 +75,7 @@ def test_a_logged_loss_is_the_mean_over_all_labels_of_its_step(folder, monkeypat
         assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_one_adapter_in_every_micro_batch(folder, monkeypatch):
     monkeypatch.setattr(Qwen2ForCausalLM, "accepts_loss_kwargs", False, raising=False)
     adapters = []
