@@ -106,4 +106,4 @@ def test_smoothing_is_that_of_trainer_in_pieces_and_at_once(folder, monkeypatch,
     assert found.item() == pytest.approx(expected.item())
     plain = summed_token_loss(model(**inputs).logits, labels)
     assert ours.sums(model, given, batch["targets"]).loss.item() == pytest.approx(plain.item())
-    assert expected.item() > plain.item()
+    assert found.item() != pytest.approx(plain.item())
