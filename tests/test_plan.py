@@ -67,9 +67,9 @@ def test_a_batch_that_cannot_be_split_shows_numbers_and_ways_out(plan_of):
 
 def test_a_huge_batch_that_cannot_be_split_answers_at_once(plan_of):
     started = time.monotonic()
-    message = refusal(plan_of, 2, global_batch_size=1000000007, per_device_train_batch_size=1)
+    message = refusal(plan_of, 2, global_batch_size=16777213, per_device_train_batch_size=1)
     assert "1 process" in message and time.monotonic() - started < 1
-    assert "Use 1" in refusal(plan_of, 1, global_batch_size=1000000007, per_device_train_batch_size=9999)
+    assert "Use 1" in refusal(plan_of, 1, global_batch_size=16777213, per_device_train_batch_size=9999)
 
 
 def test_the_classic_pair_grows_with_the_world(plan_of):

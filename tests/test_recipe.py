@@ -450,7 +450,7 @@ def test_a_section_is_dropped_with_null(recipe):
         ("other.yaml", "one recipe"),
         ("training.seed=x", "whole number"),
         ("data.max_length=10000000000000000000000", "1000000000"),
-        ("training.global_batch_size=100000000000000000000", "to a billion"),
+        ("training.global_batch_size=100000000000000000000", "to 16777216"),
         ("training.num_train_epochs=1e308", "to a billion"),
         ("lora.r=1000000000000", "to a million"),
         ("training.seed=[1", "not a YAML value"),

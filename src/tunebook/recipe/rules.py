@@ -149,11 +149,11 @@ GONE: Final[Mapping[str, str]] = {
 
 # Lower and upper bounds (inclusive unless marked): what would fail late, or silently train nothing.
 RANGES: Final[Mapping[str, tuple[float | None, float | None, str]]] = {
-    "training.global_batch_size": (1, 10**9, "from 1 to a billion"),
-    "training.per_device_train_batch_size": (1, 10**9, "from 1 to a billion"),
-    "training.per_device_eval_batch_size": (1, 10**9, "from 1 to a billion"),
-    "training.gradient_accumulation_steps": (1, 10**9, "from 1 to a billion"),
-    "training.learning_rate_base_processes": (1, 10**9, "from 1 to a billion"),
+    "training.global_batch_size": (1, 2**24, "from 1 to 16777216"),
+    "training.per_device_train_batch_size": (1, 2**24, "from 1 to 16777216"),
+    "training.per_device_eval_batch_size": (1, 2**24, "from 1 to 16777216"),
+    "training.gradient_accumulation_steps": (1, 2**24, "from 1 to 16777216"),
+    "training.learning_rate_base_processes": (1, 2**24, "from 1 to 16777216"),
     "training.check_replicas": (1, None, "at least 1 step"),
     "training.learning_rate": (0, None, "at least 0"),
     "training.weight_decay": (0, None, "at least 0"),
