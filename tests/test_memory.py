@@ -226,7 +226,7 @@ def test_padded_rows_need_no_mask_and_joined_ones_do(planned, monkeypatch):
 def test_eager_attention_has_its_mask_at_one_row_too(planned):
     text = RECIPE.replace("_size: 4", "_size: 1").replace("1024", "4096") + "lora: {r: 16}\n"
     sdpa, eager = planned(text), planned(text.replace("model: {", "model: {attn_implementation: eager, "))
-    scores, repeated, mask = 28 * 4096 * (4 + 2 * 2), 2 * (3 * 28 - (28 + 2 * 4)) * 128, 2 * 4096
+    scores, repeated, mask = 28 * 4096 * (4 + 2), 2 * (3 * 28 - (28 + 2 * 4)) * 128, 2 * 4096
     assert eager.kept.activations - sdpa.kept.activations == 4096 * 28 * (scores + repeated)
     assert eager.checkpointed.activations - sdpa.checkpointed.activations == 4096 * (scores + repeated + mask)
 

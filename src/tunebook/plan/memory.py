@@ -177,8 +177,9 @@ def count_layer_activation_bytes(shape: ModelShape, storage: Storage, work: Work
     attention = compute * (3 * query if repeats else query + 2 * key) + compute * query
     attention += compute * query if storage.converts_inputs else 0
     attention += compute * work.length if work.masked and not work.eager_attention else 0
-    if work.eager_attention:  # scores and their softmax, in float32 and in the compute type, for each head
-        attention += shape.num_heads * work.length * (FLOAT32 + 2 * compute)
+    if work.eager_attention:  # for each head: the softmax in float32, its copy in a narrower type, Gemma2's tanh
+        scores = FLOAT32 + (compute if compute < FLOAT32 else 0) + (compute if shape.model_type == "gemma2" else 0)
+        attention += shape.num_heads * work.length * scores
     adapter = compute * work.rank * len(shape.linears)
     return norms + fed * compute * hidden + attention + 4 * compute * inner + adapter
 
