@@ -120,3 +120,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch's by its name: it is not imported for the question.
     is_memory_error = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return is_memory_error or any(words in str(error).lower() for words in NO_MEMORY)
+
+
+def what_ran_out(error: BaseException) -> str:
+    """Return what an error says of memory that ran out, or that it did."""
+    return str(error).split(". ", maxsplit=1)[0] or "out of memory"

@@ -8,7 +8,7 @@ from typer.exceptions import TyperException
 
 from tunebook import __version__
 from tunebook.commands import repro as repro_command
-from tunebook.commands.use import BaseOption, first_words
+from tunebook.commands.use import BaseOption
 from tunebook.commands.use import commands as use_commands
 from tunebook.errors import (
     EXIT_FAILED,
@@ -19,6 +19,7 @@ from tunebook.errors import (
     Refused,
     is_out_of_memory,
     refuse_name,
+    what_ran_out,
 )
 from tunebook.launching.command_line import read_command
 from tunebook.launching.files import Kind, check_job, gpus_of_each, render_launch_file
@@ -196,7 +197,7 @@ def main() -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"failed: {first_words(error)}", file=sys.stderr)
+        print(f"failed: {what_ran_out(error)}", file=sys.stderr)
         code = EXIT_FAILED
     except OSError as error:
         print(refuse_name(error), file=sys.stderr)

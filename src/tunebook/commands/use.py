@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tunebook.errors import EXIT_FAILED, is_out_of_memory
+from tunebook.errors import EXIT_FAILED, is_out_of_memory, what_ran_out
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 commands = typer.Typer()
@@ -28,16 +28,11 @@ def _ending_quietly() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"failed: {first_words(error)}. Fewer rows at once need less", file=sys.stderr)
+        print(f"failed: {what_ran_out(error)}. Fewer rows at once need less", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
     except BrokenPipeError:
         drop_output()
         raise typer.Exit(1) from None
-
-
-def first_words(error: Exception) -> str:
-    """Return what an error says of memory that ran out, or that it did."""
-    return str(error).split(". ", maxsplit=1)[0] or "out of memory"
 
 
 def drop_output() -> None:
