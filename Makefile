@@ -31,7 +31,8 @@ test-slow: install
 torture: install
 	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
 
-# Training speed beside other programs, which get environments of their own under benchmarks/.venvs. Quiet machines only.
+# Training speed beside other programs, which get environments of their own under benchmarks/.venvs.
+# More than an hour; quiet machines only.
 bench: install
 	$(BIN)/python benchmarks/run_all.py
 

@@ -1,7 +1,7 @@
 """The speed of training and what padding costs, ours beside what people would use instead; one command.
 
-python benchmarks/run_all.py                           (make bench; quiet machines only)
-python benchmarks/run_all.py --rounds 1 --steps 4      to try it
+python benchmarks/run_all.py                           (make bench; more than an hour; quiet machines only)
+python benchmarks/run_all.py --rounds 1 --steps 2      to try it
 
 Two models, LoRA and QLoRA, trained by finetune.py, by train_ddp.py and by others, each as two processes of its own on
 the same model, rows, labels, optimizer and precision. First all train three steps on one global batch, and their
@@ -177,7 +177,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        default=20,
+        default=6,
         choices=range(2, 10_000),
         metavar="N",
         help="of a run; ten times as many of the tiny model",
