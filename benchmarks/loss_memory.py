@@ -9,6 +9,7 @@ RssAnon above that before the pass.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -89,6 +90,8 @@ def compare(trained_share: float, rounds: int) -> dict[str, Any]:
         for way in WAYS:
             measured[way].append(run_measure(way, trained_share))
     plain = measured["plain"][0]
+    if not all(math.isfinite(number) for runs in measured.values() for number in runs[0]["gradient"]):
+        raise SystemExit("a gradient is not finite")
     largest = max(map(abs, plain["gradient"]))
     found = {}
     for way, runs in measured.items():

@@ -16,7 +16,7 @@ from tunebook.system.quiet import quiet_libraries
 from tunebook.training import head_loss
 from tunebook.training.batches import FILLER, join_rows, pad_right, tensors_of
 from tunebook.training.head_loss import HeadLoss
-from tunebook.training.loss import count_right, summed_token_loss
+from tunebook.training.loss import count_right, summed_token_loss, token_losses
 from tunebook.training.packing import measure_apart
 
 pytestmark = pytest.mark.slow
@@ -68,14 +68,16 @@ def largest_part(ours, plain):
 
 
 @pytest.mark.parametrize("collate", [pad_right, join_rows], ids=["padded", "packed"])
-@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize("ways", ["pieces, frozen head", "pieces", "at once"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sum_and_gradients_are_those_of_all_logits(family, in_pieces, collate, monkeypatch):
+def test_sum_and_gradients_are_those_of_all_logits(family, ways, collate, monkeypatch):
     monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)  # four logits' worth of tokens: three pieces here
     model, batch = build(FAMILIES[family]), collate(ROWS)
+    if "frozen" in ways:
+        model.get_output_embeddings().requires_grad_(False)
     plain, right = plain_way(model, batch)
     expected = gradients_of(model, plain)
-    made = HeadLoss(model, "float32", in_pieces)
+    made = HeadLoss(model, "float32", in_pieces="pieces" in ways)
     assert not made.is_plain
     ours = made.sums(model, tensors_of(batch), batch["targets"], want_right=True)
     assert ours.loss.item() == pytest.approx(plain.item(), rel=1e-6) and int(ours.right) == int(right)
@@ -83,16 +85,18 @@ def test_sum_and_gradients_are_those_of_all_logits(family, in_pieces, collate, m
     assert "forward" not in vars(model.get_output_embeddings()), "the head is itself again"
 
 
-def test_logits_exist_for_labels_only_and_a_piece_at_a_time(monkeypatch):
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_logits_exist_for_labels_only_and_a_piece_at_a_time(is_frozen, monkeypatch):
     monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)
     model, batch = build(FAMILIES["qwen2"]), pad_right(ROWS)
-    head, made = model.get_output_embeddings(), []
+    head, made = model.get_output_embeddings().requires_grad_(not is_frozen), []
     own = head.forward
     head.forward = lambda states: made.append(len(states)) or own(states)
     ours = HeadLoss(model, "float32")
     del made[:]
     ours.sums(model, tensors_of(batch), batch["targets"])[0].backward()
-    assert batch["num_trained_tokens"] == 9 and made == [4, 4, 1, 1, 4, 4], "each piece again in the backward"
+    again = [] if is_frozen else [1, 4, 4]
+    assert batch["num_trained_tokens"] == 9 and made == [4, 4, 1, *again], "only a trained head needs them twice"
     del made[:]
     with torch.no_grad():
         ours.sums(model, tensors_of(batch), batch["targets"])
@@ -103,16 +107,60 @@ def test_logits_exist_for_labels_only_and_a_piece_at_a_time(monkeypatch):
     assert made == [9], "one piece is made once"
 
 
-def test_new_tokens_are_looked_past():
+def test_new_tokens_are_looked_past_and_get_their_gradient_from_a_tied_head(monkeypatch):
     from peft import LoraConfig, get_peft_model
 
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)
     with quiet_libraries():
         settings = {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5]}}
         model = get_peft_model(build(FAMILIES["llama"]), LoraConfig(**settings)).eval()
     batch = pad_right(ROWS)
-    ours = HeadLoss(model, "float32").sums(model, tensors_of(batch), batch["targets"]).loss
-    assert ours.item() == pytest.approx(plain_way(model, batch)[0].item(), rel=1e-6)
+    plain = plain_way(model, batch)[0]
+    expected = gradients_of(model, plain)
+    made = HeadLoss(model, "float32")
+    ours = made.sums(model, tensors_of(batch), batch["targets"]).loss
+    assert not made.is_plain and ours.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert any("token_adapter" in name for name in expected)
+    assert largest_part(gradients_of(model, ours), expected) < 1e-5
     assert measure_apart(model, "float32").holds("float32"), "joined rows are looked at in the same way"
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_autocast_gives_the_gradient_of_its_own_plain_way(weights, monkeypatch):
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)
+    model, batch = build(FAMILIES["qwen2"]).to(weights), pad_right(ROWS)
+    model.get_output_embeddings().requires_grad_(False)
+    made = HeadLoss(model, "bfloat16")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = plain_way(model, batch)[0] / 7
+        ours = made.sums(model, tensors_of(batch), batch["targets"]).loss / 7
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert largest_part(gradients_of(model, ours), gradients_of(model, plain)) < 2e-2, "8 bits of a number are kept"
+
+
+def test_a_head_thawed_later_gets_its_gradient(monkeypatch):
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 4 * 101)
+    model, batch = build(FAMILIES["qwen2"]), pad_right(ROWS)
+    head = model.get_output_embeddings().requires_grad_(False)
+    ours = HeadLoss(model, "float32")
+    head.requires_grad_(True)
+    expected = gradients_of(model, plain_way(model, batch)[0])
+    found = gradients_of(model, ours.sums(model, tensors_of(batch), batch["targets"]).loss)
+    assert "lm_head.weight" in expected and largest_part(found, expected) < 1e-5
+
+
+def test_small_shares_of_many_tokens_are_not_lost_in_float16():
+    # A label that is nearly sure; a hundred others hold 3e-8 each, half of what float16 tells from 0, and pull one way.
+    weight = torch.tensor([[17.3, 0.0]] + [[0.0, 1.0]] * 100, dtype=torch.float16)
+    states = torch.tensor([[1.0, 0.0]] * 3, dtype=torch.float16, requires_grad=True)
+
+    def sum_piece(states, ids):
+        return head_loss.Sums(token_losses((states @ weight.T).float(), ids).sum(dtype=torch.float64), None)
+
+    loss, _ = head_loss._LossWithGradient.apply(states, torch.zeros(3, dtype=torch.int64), 2, sum_piece)
+    (loss * 2**12).backward()  # as a scaler of losses does
+    share = 100 / (torch.tensor(17.3, dtype=torch.float16).double().exp() + 100)
+    assert (states.grad[:, 1].float() / 2**12).tolist() == pytest.approx([share.item()] * 3, rel=2e-2)
 
 
 def test_rows_without_a_label_have_loss_and_gradient_0():

@@ -3,14 +3,17 @@
 The output layer (the head) turns a hidden state into as many logits as the vocabulary has tokens: 4,096 states and a
 vocabulary of 152,064 make 2.5 GB in float32, three times over at the loss's backward. Here the head computes the loss
 itself, inside the model's forward: from the states whose next token is a label alone, and, where they are many, in
-pieces whose logits are made again in the backward. Sum and gradient are those of the plain way, to rounding.
+pieces. A frozen head gives each piece's gradient together with its loss, so that its logits are made once and not kept;
+one that is trained makes them again in the backward. Sum and gradient are those of the plain way, to rounding.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from tunebook.plan.memory import LOGITS_AT_ONCE
@@ -21,6 +24,9 @@ from tunebook.training.row_masks import attention_of, known_rows
 # What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
 LARGEST_PROBED = 100.0
 ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
+# Gradients made before the backward do not yet have its factors, which keep small ones above float16's smallest number,
+# 6e-8: less than the share of one token in a vocabulary of 152,064. A power of 2, which rounds nothing.
+ROOM_BELOW = 2.0**6
 After = Callable[[Any], Any]
 
 
@@ -40,6 +46,33 @@ class _Asked(NamedTuple):
     targets: dict[str, Any]
     want_right: bool
     smoothing: float
+
+
+class _LossWithGradient(torch.autograd.Function):  # type: ignore[misc]  # torch does not say what it is
+    """The sums of all pieces, and in the same pass the gradient of the hidden states, which need no logits later."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Any, ids: Any, size: int, sum_piece: Callable[[Any, Any], Sums]) -> tuple[Any, Any]:
+        gradient, made = torch.empty_like(states), []
+        for piece, its_ids, its_gradient in zip(*(one.split(size) for one in (states, ids, gradient)), strict=True):
+            leaf = piece.detach().requires_grad_()
+            with torch.enable_grad():
+                sums = sum_piece(leaf, its_ids)
+            room = torch.full_like(sums.loss, ROOM_BELOW)
+            with torch.autocast(states.device.type, enabled=False):  # a backward computes as its forward did
+                its_gradient.copy_(torch.autograd.grad(sums.loss, leaf, room)[0])
+            made.append(Sums(sums.loss.detach(), sums.right))
+        ctx.save_for_backward(gradient)
+        return _added(made)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, of_loss: Any, _of_right: Any) -> tuple[Any, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        # Without a dimension the factor would be rounded to the gradient's type on a GPU: 8 bits in bfloat16, so that
+        # rows that come in pieces would weigh up to 0.4 % more or less than those that do not.
+        factor = (of_loss / ROOM_BELOW).float().reshape(1)
+        return (gradient * factor).to(gradient.dtype), None, None, None
 
 
 class HeadLoss:
@@ -130,9 +163,11 @@ class HeadLoss:
         given: list[Any] = []
 
         def probe(hidden: Any) -> Any:
-            shape = self._forward(hidden).shape
-            numbers = torch.linspace(-LARGEST_PROBED, LARGEST_PROBED, shape.numel(), device=hidden.device)
-            given.append(numbers.reshape(shape))
+            with torch.enable_grad():
+                logits = self._forward(hidden)
+            self._trained = logits.requires_grad
+            numbers = torch.linspace(-LARGEST_PROBED, LARGEST_PROBED, logits.numel(), device=hidden.device)
+            given.append(numbers.reshape(logits.shape))
             return given[-1]
 
         with self._head_replaced(probe):
@@ -160,16 +195,18 @@ class HeadLoss:
         """Return the sums for hidden states of shape (rows, tokens, hidden size)."""
         states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, asked.targets["positions"])
         size = max(1, LOGITS_AT_ONCE // self._num_logits) if self._in_pieces else len(states)
-        pieces = list(zip(states.split(size), asked.targets["ids"].split(size), strict=True))
-        recompute = len(pieces) > 1 and torch.is_grad_enabled()
-        sums = [
-            checkpoint(self._sum_piece, *piece, asked, use_reentrant=False, preserve_rng_state=self._draws)
-            if recompute
-            else self._sum_piece(*piece, asked)
-            for piece in pieces
-        ]
-        right = torch.stack([one.right for one in sums]).sum() if asked.want_right else None
-        return Sums(torch.stack([one.loss for one in sums]).sum(), right)
+        ids, sum_piece = asked.targets["ids"], partial(self._sum_piece, asked=asked)
+        if len(states) <= size:
+            return sum_piece(states, ids)
+        if torch.is_grad_enabled() and states.requires_grad and not self._is_trained():
+            return Sums(*_LossWithGradient.apply(states, ids, size, sum_piece))
+        if torch.is_grad_enabled():
+            sum_piece = partial(checkpoint, sum_piece, use_reentrant=False, preserve_rng_state=self._draws)
+        return _added([sum_piece(*piece) for piece in zip(states.split(size), ids.split(size), strict=True)])
+
+    def _is_trained(self) -> bool:
+        """Return whether the head has a gradient: when it was looked at, or because a callback thawed it since."""
+        return self._trained or any(weight.requires_grad for weight in self._head.parameters())
 
     def _sum_piece(self, states: Any, ids: Any, asked: _Asked) -> Sums:
         assert self._after is not None, "only for heads that were looked at"
@@ -177,6 +214,12 @@ class HeadLoss:
         losses = token_losses(logits, ids, asked.smoothing)
         right = ((logits.argmax(dim=-1) == ids) & (ids != IGNORED_LABEL)).sum() if asked.want_right else None
         return Sums(losses.sum(dtype=torch.float64), right)
+
+
+def _added(pieces: list[Sums]) -> Sums:
+    """Return the sums of all pieces."""
+    right = None if pieces[0].right is None else torch.stack([one.right for one in pieces]).sum()
+    return Sums(torch.stack([one.loss for one in pieces]).sum(), right)
 
 
 def _explain(numbers: Any, made: Any, config: Any) -> After | None:
