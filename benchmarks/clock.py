@@ -1,10 +1,10 @@
 """Runs a training program with a clock on its optimizer steps: `clock.py OUT TARGET ARGUMENTS`, under torchrun.
 
 TARGET is a file or, as `-m NAME`, a module. Each process that has trained to the end writes OUT-rank<r>.json: when each
-optimizer step ended, the labels of the first, each logged loss, and the versions of what it runs on. The same two hooks
-are put into every program that trains by transformers' Trainer, so nobody's clock is kinder than another's. It imports
-nothing of tunebook, since peers have environments of their own; the loop of train_ddp.py is watched where it counts its
-steps.
+optimizer step ended, the labels of the first, each logged loss, what is trained and how, and the versions of what it
+runs on. The same hooks are put into every program that trains by transformers' Trainer, so nobody's clock is kinder
+than another's. It imports nothing of tunebook, since peers have environments of their own; the loop of train_ddp.py is
+watched where it counts its steps.
 """
 
 import json
@@ -34,7 +34,9 @@ PACKAGES = (
 class StepClock:
     """What one process saw of its training.
 
-    `first_labels` are those of the first step, of this process's rows or, where `counts_all` is set, of all.
+    `first_labels` are those of the first step, of this process's rows or, where `counts_all` is set, of all. `trains`
+    is what the first step's optimizer holds, `gradient_norm` that before the first clipping, `moved` the norm, at the
+    end, of the matrices that were 0 at the start (B of LoRA): learning rate, optimizer and number of steps show in it.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,10 @@ class StepClock:
         self.losses: list[tuple[int, float]] = []
         self.first_labels: int | None = None
         self.counts_all = False
+        self.trains: dict[str, Any] | None = None
+        self.gradient_norm: float | None = None
+        self.moved = 0.0
+        self._were_zero: list[Any] = []
 
     def end_step(self) -> None:
         """Note that an optimizer step is over."""
@@ -57,9 +63,27 @@ class StepClock:
         """Note a logged loss."""
         self.losses.append((step, loss))
 
+    def see_optimizer(self, optimizer: Any) -> None:
+        """Note, before the first step, how many numbers of which type are trained, and the optimizer's settings."""
+        if self.trains is not None:
+            return
+        weights = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        types = sorted({f"{one.dtype}, gradient {one.grad.dtype}" for one in weights})
+        names = ("lr", "betas", "eps", "weight_decay", "fused")
+        settings = [{name: group[name] for name in names} for group in optimizer.param_groups if group["params"]]
+        self.trains = {
+            "numbers": sum(one.numel() for one in weights),
+            "types": types,
+            "optimizer": type(optimizer).__name__,
+            "settings": [one for place, one in enumerate(settings) if one not in settings[:place]],
+        }
+        self._were_zero = [one for one in weights if not one.any()]
+
     def write(self) -> None:
         """Write what was seen, as JSON, whole or not at all."""
+        self.moved = sum(float(one.detach().float().square().sum()) for one in self._were_zero) ** 0.5
         found: dict[str, Any] = {**vars(self), "versions": {}}
+        del found["_were_zero"]
         for name in PACKAGES:
             with suppress(PackageNotFoundError):
                 found["versions"][name] = version(name)
@@ -76,8 +100,25 @@ def count_labels(micro_batches: list[Any]) -> int:
     return sum(int((one["labels"][:, 1:] != -100).sum()) for one in micro_batches)
 
 
+def watch_optimizer() -> None:
+    """Have the first clipping and the first step of this process's optimizer tell the clock."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipped(*arguments: Any, **named: Any) -> Any:
+        norm = clip(*arguments, **named)
+        if CLOCK.gradient_norm is None:
+            CLOCK.gradient_norm = float(norm)
+        return norm
+
+    torch.nn.utils.clip_grad_norm_ = clipped
+    register_optimizer_step_pre_hook(lambda optimizer, *_: CLOCK.see_optimizer(optimizer))
+
+
 def watch_trainer() -> None:
-    """Have every Trainer of this process tell the clock."""
+    """Have every Trainer of this process tell the clock, and train its adapter in float32."""
     from transformers import Trainer, TrainerCallback, trainer
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -91,7 +132,15 @@ def watch_trainer() -> None:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             CLOCK.write()  # not at the exit: a process of TRL's may wait there for ever for one that has left
 
-    samples = Trainer.get_batch_samples
+    samples, train = Trainer.get_batch_samples, Trainer.train
+
+    def train_in_float32(self: Any, *arguments: Any, **named: Any) -> Any:
+        # TRL puts the adapter of a quantised model into bfloat16, whatever --dtype says, which no CPU is fast in that
+        # has no instructions for it. For all others nothing changes here.
+        for weight in self.model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+        return train(self, *arguments, **named)
 
     def get_batch_samples(self: Any, *arguments: Any, **named: Any) -> Any:
         found = samples(self, *arguments, **named)
@@ -99,7 +148,7 @@ def watch_trainer() -> None:
         return found
 
     trainer.DEFAULT_CALLBACKS.append(Watch)
-    Trainer.get_batch_samples = get_batch_samples
+    Trainer.get_batch_samples, Trainer.train = get_batch_samples, train_in_float32
 
 
 def watch_hand_loop() -> None:
@@ -132,6 +181,7 @@ def main(out: str, *target: str) -> None:
     is_module = target[0] == "-m"
     name, arguments = (target[1], target[2:]) if is_module else (target[0], target[1:])
     sys.argv = [name, *arguments]
+    watch_optimizer()
     watches_itself = Path(name).name in ("train_ddp.py", "lightning_loop.py")
     if Path(name).name == "train_ddp.py":
         watch_hand_loop()

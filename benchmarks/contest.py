@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from data_speed import write_rows
 from packing_speed import build_base
@@ -75,7 +76,10 @@ class Contest:
 
 @dataclass
 class Run:
-    """What a run of a contestant came to; `error` where it failed. `labels` and `seconds` are after the first step."""
+    """What a run of a contestant came to; `error` where it failed. `labels` and `seconds` are after the first step.
+
+    `trains`, `gradient_norm` and `moved` are those of clock.py's StepClock.
+    """
 
     labels: int = 0
     seconds: float = 0.0
@@ -84,6 +88,9 @@ class Run:
     whole_seconds: float = 0.0
     load_average: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    trains: dict[str, Any] = field(default_factory=dict)
+    gradient_norm: float = 0.0
+    moved: float = 0.0
     error: str | None = None
 
     @property
@@ -105,14 +112,9 @@ def make_contest(name: str, size: Size, steps: int, epochs: int, folder: Path) -
     files = {"base": base, "rows": rows, "quantization": NF4 if nf4 else "", "micro_batch": size.micro_batch}
     recipe.write_text(RECIPE.format(**numbers, **files), encoding="utf-8")
     contest = (name, folder, recipe, base, rows, folder / "tokenised")
-    environ = {**os.environ, **surroundings(contest[1])}
-    labels = subprocess.run(
-        [sys.executable, str(HERE / "labelled_rows.py"), str(recipe), str(contest[-1])],
-        env=environ,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, str(HERE / "labelled_rows.py"), str(recipe), str(contest[-1])]
+    environ = {**os.environ, **surroundings(folder)}
+    labels = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
     if labels.returncode:
         raise SystemExit(labels.stderr)
     return Contest(*contest, num_labels=int(labels.stdout.split()[-1]), nf4=nf4, size=size, steps=steps, epochs=epochs)
@@ -275,7 +277,7 @@ def run_contestant(name: str, contest: Contest, label: str, limit: float, num_pr
         step_seconds=[round(after - before, 4) for before, after in pairwise(ends)],
         whole_seconds=round(time.perf_counter() - began, 1),
         load_average=round(load, 2),
-        versions=seen[0]["versions"],
+        **{name: seen[0][name] for name in ("versions", "trains", "gradient_norm", "moved")},
     )
 
 

@@ -1,5 +1,6 @@
 """The table of the training benchmark: ratios inside the rounds, losing rows first, and each promise held to."""
 
+import math
 import subprocess
 import sys
 
@@ -11,11 +12,25 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from contest import Run, launched
 from padding_share import broken_promises
-from results_table import broken_ratios, promised, ratio_rows, ratios_of, render
+from results_table import broken_ratios, median_interval, promised, ratio_rows, ratios_of, render
+from run_all import differences
 
 
 def runs(*speeds):
     return [Run(labels=1000, seconds=1000 / speed) for speed in speeds]
+
+
+def check(**other):
+    trains = {"numbers": 7, "types": ["torch.float32, gradient torch.float32"], "optimizer": "AdamW"}
+    trains |= {"settings": [{"lr": 1e-3, "fused": True}]}
+    return {
+        "first_loss": 9.0,
+        "gradient_norm": 2.0,
+        "moved": 0.5,
+        "versions": {"torch": "2"},
+        "trains": trains,
+        **other,
+    }
 
 
 def contest(**speeds):
@@ -24,11 +39,11 @@ def contest(**speeds):
     return {
         "ratios": found,
         "errors": {},
-        "first_losses": {"finetune.py": 9.0},
-        "versions": {"finetune.py": {"torch": "2"}},
+        "checks": {"finetune.py": check()},
         "commands": {"finetune.py": "run it"},
         "model_rows_and_batch": "rows",
         "rounds": 3,
+        "pairs": 3,
         "steps": 6,
     }
 
@@ -38,6 +53,33 @@ def test_a_ratio_is_the_median_of_those_inside_the_rounds():
     found = contest(ours=[100, 50, 90], by_hand=[100, 50, 100])["ratios"]
     assert found["train_ddp.py"]["ratio"] == {"median": 1.0, "least": 0.9, "most": 1.0}
     assert found["finetune.py"] == {"tokens_per_second": {"median": 90, "least": 50, "most": 100}}
+
+
+def test_the_closest_two_have_more_rounds_and_an_interval():
+    ratios = [0.90, 0.95, 0.96, 0.97, 0.98, 0.99, 1.00, 1.01, 1.02, 1.10]
+    assert median_interval(ratios) == (0.95, 1.02), "the second and the last but one of ten: 97.9 %"
+    assert median_interval(ratios[:5]) is None and median_interval(ratios[:6]) == (0.90, 0.99)
+    found = contest(ours=[100] * 10, by_hand=[100 / one for one in ratios], trl=[50] * 5)["ratios"]
+    assert found["train_ddp.py"]["ratio"]["median_within"] == [0.95, 1.02]
+    assert found["trl sft"]["ratio"] == {"median": 2.0, "least": 2.0, "most": 2.0}
+
+
+def test_another_training_is_told_by_its_first_step_and_by_where_it_ends():
+    ours = check()
+    assert differences(check(first_loss=9.00001, gradient_norm=2.2, moved=0.45), ours) == []
+    in_bfloat16 = {**ours["trains"], "types": ["torch.bfloat16, gradient torch.bfloat16"]}
+    slower = {**ours["trains"], "settings": [{"lr": 1e-4, "fused": True}]}
+    for other, named in (
+        ({"trains": in_bfloat16}, "types"),
+        ({"trains": slower}, "settings"),
+        ({"trains": {**ours["trains"], "numbers": 6}}, "numbers 6, not 7"),
+        ({"first_loss": 9.001}, "first_loss"),
+        ({"gradient_norm": 4.0}, "gradient_norm 4, not 2"),
+        ({"moved": 0.05}, "moved"),
+        ({"moved": math.nan}, "moved nan"),
+    ):
+        [apart] = differences(check(**other), ours)
+        assert apart.startswith(named)
 
 
 @pytest.mark.parametrize(
