@@ -24,6 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from machine import cpu_name as cpu_name  # noqa: PLC0414  # others take it from here, too
+
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent.parent / "shared"
 TRL, TRL_FOLDER = "trl==1.16.0", HERE / ".trl"
@@ -193,12 +195,6 @@ def times_faster(found: dict[str, list[dict[str, float]]], other: str) -> float:
     """Return the median over the rounds of how many times faster tunebook was than `other` in the same round."""
     rounds = zip(found["tunebook"], found[other], strict=True)
     return round(statistics.median(theirs["seconds"] / ours["seconds"] for ours, theirs in rounds), 3)
-
-
-def cpu_name() -> str:
-    """Return the processor's own name where the system tells."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> None:
