@@ -4,10 +4,10 @@ python benchmarks/data_speed.py        (make bench-data)
 
 Every measurement is a process of its own on the same rows. They take turns in rounds; what is promised is the median
 of the ratios inside the rounds: a machine that is busy for a while is so for both sides of a ratio. TRL gets a virtual
-environment of its own that sees this one's packages. It prepares in one process, its default; the tokenizer, and with it
+environment of its own that sees this one's packages. It prepares in one process, its default; the tokenizer, and so
 tunebook, uses all cores. The promise: at least 0.8 of raw `encode_batch`, and at least 2.5 times TRL's preparation, of
-whichever form of rows it prepares faster. `encode_batch_fast`, which tunebook calls, leaves out the tokens' offsets; what
-is reached of it is shown and not promised.
+whichever form of rows it prepares faster. `encode_batch_fast`, which tunebook calls, leaves out the offsets of tokens;
+its share is shown and not promised.
 """
 
 import argparse
