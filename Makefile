@@ -31,33 +31,36 @@ test-slow: install
 torture: install
 	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
 
+# The bench targets pass on what they are given: make bench ARGS="--rows ROWS.json --tokenizer FOLDER".
+
 # Training speed beside other programs, which get environments of their own under benchmarks/.venvs.
 # More than an hour; quiet machines only.
 bench: install
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 # How fast rows become labelled tokens, against the bare tokenizer and TRL. About 10 minutes; quiet machines only.
 bench-data: install
-	$(BIN)/python benchmarks/data_speed.py
+	$(BIN)/python benchmarks/data_speed.py $(ARGS)
 
+# What packing is worth with sdpa. About 10 minutes; quiet machines only.
 bench-packing: install
-	$(BIN)/python benchmarks/packing_speed.py
+	$(BIN)/python benchmarks/packing_speed.py $(ARGS)
 
 # Time and memory of the loss for a vocabulary of 152,064 tokens. About 20 minutes; needs 12 GB of memory.
 bench-loss: install
-	$(BIN)/python benchmarks/loss_memory.py
+	$(BIN)/python benchmarks/loss_memory.py $(ARGS)
 
 # On a GPU, under 8 minutes; without one: benchmarks/gpu.py --tiny.
 bench-gpu: install
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 # From launch to the first step, against the imports alone. About 3 minutes; quiet machines only.
 bench-start: install
-	$(BIN)/python benchmarks/start_time.py
+	$(BIN)/python benchmarks/start_time.py $(ARGS)
 
 # What a second process is worth.
 bench-scaling: install
-	$(BIN)/python benchmarks/process_scaling.py
+	$(BIN)/python benchmarks/process_scaling.py $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -8,17 +8,14 @@ process has one thread. A speed-up is the median of those inside the rounds.
 
 import argparse
 import json
-import os
-import shlex
 import statistics
-import sys
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from contest import OURS, Contest, make_contest, run_contestant
-from data_speed import SHARED, cpu_name
+from data_speed import SHARED, check_files
+from machine import where_and_when
 from run_all import LARGER, LIMIT_SECONDS, TINY, sizes
 
 HERE = Path(__file__).resolve().parent
@@ -52,13 +49,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of a run; ten times as many of the tiny model")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "process_scaling.json")
     given = parser.parse_args()
-    if missing := [str(path) for path in (given.rows, given.tokenizer) if not path.exists()]:
-        parser.error(f"{' and '.join(missing)} not found: give --rows and --tokenizer")
-    found: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()},
-    }
+    check_files(parser, given)
+    found = where_and_when()
     with TemporaryDirectory() as folder:
         for label in (LARGER, TINY):
             size = sizes(given)[label]

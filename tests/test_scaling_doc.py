@@ -1,5 +1,7 @@
-"""The tables of docs/scaling.md are what the script prints."""
+"""The tables of docs/scaling.md are what the script prints, and its figures what was measured."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 from checkout import ROOT
 
 SCRIPT = ROOT / "scripts" / "scaling_table.py"
+MEASURED = ROOT / "benchmarks" / "results" / "process_scaling.json"
 
 
 def typed(*words):
@@ -19,6 +22,17 @@ def test_the_tables_are_current(recipe):
     shown = typed(f"recipes/{recipe}.yaml")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip() in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def test_what_a_second_process_was_worth_is_what_was_measured():
+    found = json.loads(MEASURED.read_text(encoding="utf-8"))
+    text = " ".join((ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").split())
+    shown = re.findall(r"([\d.]+) (?:times the trained tokens a second|times) \(([\d.]+) to ([\d.]+)\)", text)
+    for size, said in zip(("larger", "tiny"), shown, strict=True):
+        measured = [found[size]["speed_up"], *found[size]["least_to_most"]]
+        assert [float(one) for one in said] == measured, f"{size}: docs/scaling.md says {said}, the file {measured}"
+    load = f"load average was {found['machine']['load_average'][0]:.1f} as they began"
+    assert load in text, f"the file says: {load}"
 
 
 def test_the_all_reduce_of_two_moves_the_gradient_once_through_each_link():
