@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from data_speed import AnonymousPeak, cpu_name
+from data_speed import AnonymousPeak
+from machine import where_and_when
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY, WIDTH, ROWS, LENGTH = 152_064, 256, 4, 1024
@@ -121,12 +122,12 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given.measure, given.trained_share)))
         return
+    where = where_and_when()
     found = {f"{share:.0%} of tokens trained": compare(share, given.rounds) for share in (1.0, 0.4)}
-    machine = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()}
     what = (
         f"{ROWS} x {LENGTH} tokens, {WIDTH} wide, vocabulary {VOCABULARY}, float32, one thread, {given.rounds} rounds"
     )
-    given.results.write_text(json.dumps({"what": what, **found, "machine": machine}, indent=1) + "\n", encoding="utf-8")
+    given.results.write_text(json.dumps({"what": what, **found, **where}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
 
 

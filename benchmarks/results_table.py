@@ -111,10 +111,9 @@ def render(found: Mapping[str, Any]) -> str:
         for size, one in found["padding"].items()
     ]
     head = ("contest", "against", "ratio", "least to most", "promised", "its trained tokens/s (least to most)")
-    loads = [f"{load[0]:.1f}" for load in (machine["load_average"], machine["load_average_after"])]
     parts = [
         f"# Training speed, {found['date']}",
-        f"{machine['cpu']}, {machine['cores']} cores, load average {loads[0]} before and {loads[1]} after; "
+        f"{machine['cpu']}, {machine['cores']} cores; "
         f"{settings['processes']} processes of {settings['threads']} thread. A ratio is finetune.py's trained tokens a "
         "second by the other's in the same round; medians, the lowest first, with least and most and, for ten rounds, "
         "what holds the true median in 95 of 100 such contests. TRL keeps the Trainer's default for adapters, "
@@ -133,13 +132,26 @@ def render(found: Mapping[str, Any]) -> str:
         seen = [(who, f"{check['first_loss']:.6f}", f"{check['gradient_norm']:.4f}", f"{check['moved']:.4f}")
                 for who, check in checked.items()]  # fmt: skip
         runs = f"{one['rounds']} rounds ({one['pairs']} of the closest two) of {one['steps']} optimizer steps"
-        parts += [f"## {name}", f"{one['model_rows_and_batch']}, {runs}. {said_of_training(checked)}"]
+        parts += [
+            f"## {name}",
+            f"{one['model_rows_and_batch']}, {runs}. {said_of_place(one)}",
+            said_of_training(checked),
+        ]
         parts.append(table(("who", "first loss", "norm of the first gradient", "norm of B after three steps"), seen))
         parts.append("\n".join(f"- {who}: `{command}`" for who, command in one["commands"].items()))
     parts += ["## Versions", "\n".join(versions_by_contestant(contests))]
     broken = found["broken_promises"]
     parts += ["## Promises not kept", *(f"- {one}" for one in broken)] if broken else ["All promises are kept."]
     return "\n\n".join(parts) + "\n"
+
+
+def said_of_place(contest: Mapping[str, Any]) -> str:
+    """Return by which command and code a contest was held, and how busy the machine was."""
+    where = contest["where"]
+    loads = [f"{load[0]:.1f}" for load in (where["machine"]["load_average"], contest["load_average_after"])]
+    code = f"commit {where['commit'][:10]}" if where["commit"] else "no commit"
+    changed = " with changes" if where["uncommitted_changes"] else ""
+    return f"Held by `{where['command']}`, {code}{changed}; load average {loads[0]} before and {loads[1]} after."
 
 
 def said_of_training(checks: Mapping[str, Mapping[str, Any]]) -> str:

@@ -18,9 +18,8 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
@@ -39,7 +38,8 @@ from contest import (
     make_contest,
     run_contestant,
 )
-from data_speed import SHARED, cpu_name
+from data_speed import SHARED, check_files
+from machine import where_and_when
 from padding_share import broken_promises, measure
 from peers import PEERS, install
 from results_table import broken_ratios, ratios_of, render
@@ -114,7 +114,7 @@ def compete(contest: Contest, names: list[str], rounds: int, pairs: int) -> dict
 
 def hold_contest(name: str, size: Size, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return all that one size and method came to."""
-    left_out = given.left_out
+    left_out, where = given.left_out, where_and_when()
     names = [one for one in given.contestants if one not in left_out]
     checks = check_training(make_contest(name, size, 1, CHECK_STEPS, folder / f"{name} check"), names)
     contest = make_contest(name, size, given.steps * size.times_the_steps, 1, folder / name)
@@ -123,8 +123,9 @@ def hold_contest(name: str, size: Size, given: argparse.Namespace, folder: Path)
     errors |= {one: run.error for one, all_runs in runs.items() for run in all_runs if run.error}
     finished = {one: all_runs for one, all_runs in runs.items() if one not in errors}
     return {
-        "held_by": shlex.join(["python", *sys.argv]),
-        "load_average": os.getloadavg(),
+        "name": name,
+        "where": where,
+        "load_average_after": os.getloadavg(),
         "steps": given.steps * size.times_the_steps,
         "rounds": given.rounds,
         "pairs": max(given.rounds, given.pairs),
@@ -133,8 +134,13 @@ def hold_contest(name: str, size: Size, given: argparse.Namespace, folder: Path)
         "errors": errors,
         "checks": checks,
         "commands": {one: shlex.join(launched(CONTESTANTS[one](contest, Path("OUT")), Path("OUT"))) for one in runs},
-        "runs": {one: [asdict(run) for run in all_runs] for one, all_runs in runs.items()},
+        "runs": {one: [told(run) for run in all_runs] for one, all_runs in runs.items()},
     }
+
+
+def told(run: Run) -> dict[str, Any]:
+    """Return a run as JSON, without what the check told of its contestant already."""
+    return {name: value for name, value in asdict(run).items() if name not in SEEN}
 
 
 def run_everything(given: argparse.Namespace) -> dict[str, Any]:
@@ -143,19 +149,15 @@ def run_everything(given: argparse.Namespace) -> dict[str, Any]:
     for name, why in given.left_out.items():
         print(f"{name}: {why}", flush=True)
     found: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()},
+        **where_and_when(),
         "settings": {"processes": NUM_PROCESSES, "threads": 1},
         "padding": measure(given.rows, given.tokenizer),
         "contests": {},
     }
     earlier = (given.results / found["date"]).with_suffix(".json")
-    if earlier.exists():  # contests of the same day, held one by one
+    if earlier.exists():
         held = json.loads(earlier.read_text(encoding="utf-8"))["contests"]
-        found["contests"] |= {
-            name: one for name, one in held.items() if name not in given.contests and "held_by" in one
-        }
+        found["contests"] |= {name: one for name, one in held.items() if goes_with(one, found, given.contests)}
     with TemporaryDirectory() as folder:
         for label, size in sizes(given).items():
             for method in ("LoRA", "QLoRA"):
@@ -166,9 +168,16 @@ def run_everything(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def goes_with(contest: Mapping[str, Any], found: Mapping[str, Any], held_now: Sequence[str]) -> bool:
+    """Return whether a contest of the same day, held alone, is of the same code and not held again."""
+    where = contest.get("where", {})
+    same = all(where.get(name) == found[name] for name in ("commit", "versions"))
+    name_now = contest.get("name") in held_now
+    return same and not name_now and not (where["uncommitted_changes"] or found["uncommitted_changes"])
+
+
 def write_results(found: dict[str, Any], folder: Path) -> str:
     """Write <date>.json and <date>.md, after each contest again, and return the page."""
-    found["machine"]["load_average_after"] = os.getloadavg()
     found["broken_promises"] = broken_promises(found["padding"]) + broken_ratios(found["contests"])
     text, stem = without_places(render(found)), folder / found["date"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,14 +222,13 @@ def read_arguments() -> argparse.Namespace:
         nargs="+",
         choices=contests,
         default=contests,
-        help="others held on the same day stay in the results",
+        help="others held on the same day by the same code stay in the results",
     )
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     given = parser.parse_args()
     if OURS not in given.contestants:
         parser.error(f"all are measured against {OURS}, which is not among them")
-    if missing := [str(path) for path in (given.rows, given.tokenizer) if not path.exists()]:
-        parser.error(f"{' and '.join(missing)} not found: give --rows and --tokenizer")
+    check_files(parser, given)
     given.contestants.sort(key=list(CONTESTANTS).index)
     return given
 

@@ -13,7 +13,16 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from contest import Run, launched
 from padding_share import broken_promises
 from results_table import broken_ratios, median_interval, promised, ratio_rows, ratios_of, render
-from run_all import differences
+from run_all import differences, goes_with
+
+WHERE = {
+    "date": "2026-01-02",
+    "command": "python benchmarks/run_all.py",
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "machine": {"cpu": "a processor", "cores": 2, "load_average": (0.1,)},
+    "versions": {"torch": "2"},
+}
 
 
 def runs(*speeds):
@@ -40,6 +49,8 @@ def contest(**speeds):
         "ratios": found,
         "errors": {},
         "checks": {"finetune.py": check()},
+        "where": WHERE,
+        "load_average_after": (2.0,),
         "commands": {"finetune.py": "run it"},
         "model_rows_and_batch": "rows",
         "rounds": 3,
@@ -132,8 +143,7 @@ def test_padding_is_held_to_its_promise_too():
 
 def test_the_page_has_the_table_and_what_was_not_kept():
     found = {
-        "date": "2026-01-02",
-        "machine": {"cpu": "a processor", "cores": 2, "load_average": (0.1,), "load_average_after": (2.0,)},
+        **WHERE,
         "settings": {"processes": 2, "threads": 1},
         "padding": {4: {"laid out": 0.038, "packed": 0.0, "random": 0.37}},
         "contests": {"tiny, LoRA": contest(ours=[100], by_hand=[200])},
@@ -143,6 +153,15 @@ def test_the_page_has_the_table_and_what_was_not_kept():
     row = "| tiny, LoRA | train_ddp.py | 0.50 | 0.50 to 0.50 | 0.97, **not kept** | 200 (200 to 200) |"
     assert row in page and "| 4 | 3.8% | 0.0% | 37.0% |" in page and page.rstrip().endswith("promised 0.97")
     assert "All promises are kept" in render({**found, "broken_promises": []})
+    assert "commit 0123456789; load average 0.1 before and 2.0 after" in page
+    assert "All train 7 numbers (float32, gradient float32) by AdamW (lr 0.001, fused True):" in page
+
+
+def test_a_contest_of_the_same_day_stays_where_the_code_is_the_same():
+    one = {"name": "tiny, LoRA", "where": WHERE}
+    assert goes_with(one, WHERE, ["tiny, QLoRA"]) and not goes_with(one, WHERE, ["tiny, LoRA"])
+    assert not goes_with(one, {**WHERE, "commit": "fedcba"}, []) and not goes_with({}, WHERE, [])
+    assert not goes_with({**one, "where": {**WHERE, "uncommitted_changes": True}}, WHERE, [])
 
 
 def test_a_contestant_is_run_as_two_processes_under_the_clock():
