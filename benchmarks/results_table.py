@@ -127,22 +127,28 @@ def render(found: Mapping[str, Any]) -> str:
         "## Not compared",
         table(("contest", "who", "why"), absent),
     ]
-    for name, one in contests.items():
-        checked = {who: check for who, check in one["checks"].items() if "trains" in check}
-        seen = [(who, f"{check['first_loss']:.6f}", f"{check['gradient_norm']:.4f}", f"{check['moved']:.4f}")
-                for who, check in checked.items()]  # fmt: skip
-        runs = f"{one['rounds']} rounds ({one['pairs']} of the closest two) of {one['steps']} optimizer steps"
-        parts += [
-            f"## {name}",
-            f"{one['model_rows_and_batch']}, {runs}. {said_of_place(one)}",
-            said_of_training(checked),
-        ]
-        parts.append(table(("who", "first loss", "norm of the first gradient", "norm of B after three steps"), seen))
-        parts.append("\n".join(f"- {who}: `{command}`" for who, command in one["commands"].items()))
+    parts += [part for name, one in contests.items() for part in parts_of(name, one)]
     parts += ["## Versions", "\n".join(versions_by_contestant(contests))]
     broken = found["broken_promises"]
     parts += ["## Promises not kept", *(f"- {one}" for one in broken)] if broken else ["All promises are kept."]
     return "\n\n".join(parts) + "\n"
+
+
+def parts_of(name: str, contest: Mapping[str, Any]) -> list[str]:
+    """Return what is said of one contest: what was trained, where and by which commands."""
+    checked = {who: check for who, check in contest["checks"].items() if "trains" in check}
+    seen = [
+        (who, f"{check['first_loss']:.6f}", f"{check['gradient_norm']:.4f}", f"{check['moved']:.4f}")
+        for who, check in checked.items()
+    ]
+    runs = f"{contest['rounds']} rounds ({contest['pairs']} of the closest two) of {contest['steps']} optimizer steps"
+    return [
+        f"## {name}",
+        f"{contest['model_rows_and_batch']}, {runs}. {said_of_place(contest)}",
+        said_of_training(checked),
+        table(("who", "first loss", "norm of the first gradient", "norm of B after three steps"), seen),
+        "\n".join(f"- {who}: `{command}`" for who, command in contest["commands"].items()),
+    ]
 
 
 def said_of_place(contest: Mapping[str, Any]) -> str:
