@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tiny_data import build_recipe
-from tunebook.model.attention import attention_notes, caps_scores, check_attention, check_rope, kept_for_attention
+from tunebook.model.attention import (
+    attention_notes,
+    caps_scores,
+    check_attention,
+    check_rope,
+    kept_for_attention,
+    spares_masks,
+)
 from tunebook.model.shapes import build_shape, find_shape
 
 GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0}
@@ -63,6 +70,15 @@ def test_rows_are_no_longer_than_they_are_cut():
     recipe = recipe_with()
     cut = replace(recipe, data=recipe.data.model_copy(update={"max_length": 100}))
     assert not check_rope(cut, LONG, 150, 4)
+
+
+def test_where_sdpa_has_no_kernel_for_shared_keys_it_gets_its_mask():
+    """All scores would be made: for float32, and on GPUs without bfloat16."""
+    assert [spares_masks(True, "cuda", dtype) for dtype in ("float32", "float16", "bfloat16")] == [False, False, True]
+    assert spares_masks(False, "cuda", "float32") and spares_masks(True, "cpu", "float32")
+    shape = build_shape({**SHAPE, "num_key_value_heads": 2}, "")
+    assert shape.shares_keys and kept_for_attention("sdpa", shape, 100, spared=False) == (True, True)
+    assert not build_shape(SHAPE, "").shares_keys
 
 
 def test_what_no_cpu_can_show_of_attention():

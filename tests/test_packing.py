@@ -18,7 +18,7 @@ from tunebook.model.shapes import build_shape
 from tunebook.training.batches import FILLER, BatchLayout, GlobalBatchSampler, join_rows, pad_right, tensors_of
 from tunebook.training.failures import explaining
 from tunebook.training.packing import check_rows_apart, measure_apart
-from tunebook.training.row_masks import attention_of, known_rows
+from tunebook.training.row_masks import attention_of, known_rows, spares_masks_of
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +115,7 @@ def test_padding_that_is_known_leaves_logits_and_gradient_as_the_mask_does(kind)
         return logits.detach(), model.get_input_embeddings().weight.grad.clone()
 
     masked = logits_and_gradient(inputs)
+    assert spares_masks_of(model, "float32"), "here is no GPU"
     with known_rows(attention_of(model), inputs) as given:
         known = logits_and_gradient(given)
     for one, other in zip(masked, known, strict=True):
@@ -135,6 +136,9 @@ def test_inside_known_rows_no_mask_is_made_where_none_is_needed(monkeypatch):
     model(**padded, use_cache=False)
     no_mask, rows, single, asked = masks
     assert no_mask is None and single is None and asked.shape == (3, 1, 4, 4)
+    with known_rows("sdpa", {**padded, "attention_mask": torch.ones(3, 4).long()}, spared=False) as given:
+        model(**given, use_cache=False)
+    assert masks[-1].shape == (3, 1, 4, 4), "sdpa would make all scores without one"
     row = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
     assert torch.equal(rows[0, 0], (row[:, None] == row) & torch.ones(8, 8).tril().bool())
 
@@ -153,9 +157,10 @@ def inputs_of(batch):
 
 
 @pytest.mark.parametrize("batch", MICRO_BATCHES)
+@pytest.mark.parametrize("spared", [True, False])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("kind", "window"), [("qwen2", None), ("llama", None), ("mistral", 9), ("mistral", 13)])
-def test_what_attention_keeps_is_what_the_memory_plan_counts(kind, window, attention, batch, monkeypatch):
+def test_what_attention_keeps_is_what_the_memory_plan_counts(kind, window, attention, spared, batch, monkeypatch):
     model = build(kind, attention, **({} if window is None else {"sliding_window": window}))
     seen = {"masks": [], "repeated": 0}
 
@@ -171,10 +176,10 @@ def test_what_attention_keeps_is_what_the_memory_plan_counts(kind, window, atten
             layer, "forward", lambda *a, to=forward, **k: seen["masks"].append(k["attention_mask"]) or to(*a, **k)
         )
     inputs = inputs_of(MICRO_BATCHES[batch])
-    with known_rows(attention, inputs) as given:
+    with known_rows(attention, inputs, spared) as given:
         model(**given, use_cache=False)
     shape = build_shape(model.config.to_dict(), "")
-    kept = kept_for_attention(attention, shape, inputs["input_ids"].shape[1], joined=batch == "joined")
+    kept = kept_for_attention(attention, shape, inputs["input_ids"].shape[1], joined=batch == "joined", spared=spared)
     assert kept == (all(mask is not None for mask in seen["masks"]), seen["repeated"] == 2 * 2)
     assert kept.masked == any(mask is not None for mask in seen["masks"]) and seen["repeated"] in (0, 4)
 
@@ -188,7 +193,7 @@ def test_a_compiled_model_always_has_a_mask_beside_sdpa(batch):
     with torch.no_grad():
         compiled(**inputs_of(MICRO_BATCHES[batch]), use_cache=False)
     calls = [node for graph in graphs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
-    kept = kept_for_attention("sdpa", build_shape(model.config.to_dict(), ""), 9, compiled=True)
+    kept = kept_for_attention("sdpa", build_shape(model.config.to_dict(), ""), 9, spared=False)
     assert len(calls) == 2 and kept == (True, True)
     assert all(call.kwargs["attn_mask"] is not None and not call.kwargs.get("enable_gqa") for call in calls)
 

@@ -25,20 +25,32 @@ class Kept(NamedTuple):
     repeats_keys: bool
 
 
+def spares_masks(shares_keys: bool, device_type: str, compute_dtype: str) -> bool:
+    """Return whether sdpa is better off without a mask that it does not need.
+
+    Without one transformers leaves it to sdpa that heads share keys (integrations/sdpa_attention.py), which on CUDA
+    flash attention's kernel can alone (torch, scaled_dot_product_attention, enable_gqa). For float32, and before
+    compute capability 8, there is none, and all scores would be made and kept; beside a mask, keys are repeated and
+    the memory-efficient kernel serves. A GPU that trains in bfloat16 has flash attention's.
+    """
+    return device_type != "cuda" or not shares_keys or compute_dtype == "bfloat16"
+
+
 def kept_for_attention(
-    attention: str, shape: ModelShape, length: int, *, joined: bool = False, compiled: bool = False
+    attention: str, shape: ModelShape, length: int, *, joined: bool = False, spared: bool = True
 ) -> Kept:
     """Return what attention keeps of rows of `length` tokens, padded on the right, or `joined` to one of that length.
 
-    `training.row_masks` spares sdpa the mask of padded rows, but not that of joined ones, nor that of rows which reach
-    the window of a model. A compiled model is left to transformers, which spares no mask while compiling
-    (masking_utils._ignore_causal_mask_sdpa), and repeats keys beside one (integrations/sdpa_attention.py). Eager
-    attention always has a mask. Flash attention has none, and flex one of blocks, which is small; that repeats keys
-    where the number of heads is no power of two (integrations/flex_attention.py).
+    `training.row_masks` spares sdpa the mask of padded rows where `spared` (`spares_masks`), but not that of joined
+    ones, nor that of rows which reach the window of a model. A compiled model is left to transformers, so none is
+    `spared` there (masking_utils._ignore_causal_mask_sdpa), and it repeats keys beside a mask
+    (integrations/sdpa_attention.py). Eager attention always has a mask. Flash attention has none, and flex one of
+    blocks, which is small; that repeats keys where the number of heads is no power of two
+    (integrations/flex_attention.py).
     """
     if attention == "sdpa":
         reaches_window = shape.window is not None and length >= shape.window
-        masked = joined or compiled or reaches_window
+        masked = joined or reaches_window or not spared
         return Kept(masked, repeats_keys=masked)
     if attention == "flex_attention":
         return Kept(masked=False, repeats_keys=shape.num_heads.bit_count() != 1)

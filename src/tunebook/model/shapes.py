@@ -44,6 +44,7 @@ class ModelShape:
     num_parameters: int
     source: str
     num_heads: int
+    shares_keys: bool  # several heads of the queries have the keys and values of one
     num_norms: int
     has_head_norms: bool
     window: int | None
@@ -121,6 +122,7 @@ def build_shape(config: Mapping[str, Any], source: str) -> ModelShape | None:
         num_parameters=layers * per_layer + around,
         source=source,
         num_heads=heads,
+        shares_keys=key < query,
         num_norms=norms,
         has_head_norms=head_norms,
         window=_find_window(config),

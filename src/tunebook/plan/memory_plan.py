@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from tunebook.model.attention import kept_for_attention
+from tunebook.model.attention import kept_for_attention, spares_masks
 from tunebook.model.shapes import ModelShape, count_lora_parameters
 from tunebook.plan.memory import (
     CONSTANTS_BLOCK,
@@ -167,7 +167,8 @@ def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[in
     chosen = "eager" if shape.model_type == "gemma2" else "sdpa"  # transformers: no sdpa with softcap
     attention = recipe.model.attn_implementation or chosen
     joined = recipe.data.packing and plan.per_device_train_batch_size > 1
-    kept = kept_for_attention(attention, shape, length, joined=joined, compiled=recipe.compiles)
+    spared = not recipe.compiles and spares_masks(shape.shares_keys, plan.device_type, plan.compute_dtype)
+    kept = kept_for_attention(attention, shape, length, joined=joined, spared=spared)
     return Work(
         rows=rows,
         length=length,

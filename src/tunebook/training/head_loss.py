@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tunebook.plan.memory import LOGITS_AT_ONCE
 from tunebook.training.batches import IGNORED_LABEL, pad_right, tensors_of
 from tunebook.training.loss import count_right, summed_token_loss, token_losses
-from tunebook.training.row_masks import attention_of, known_rows
+from tunebook.training.row_masks import attention_of, known_rows, spares_masks_of
 
 # What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
 LARGEST_PROBED = 100.0
@@ -87,6 +87,7 @@ class HeadLoss:
         Replacing its head would have it compiled anew in each step.
         """
         self._in_pieces, self._compiled, self._attention = in_pieces, compiled, attention_of(model)
+        self._spared = spares_masks_of(model, compute_dtype)
         self._head = model.get_output_embeddings()
         self._after: After | None = None
         if self._head is None or compiled:
@@ -116,7 +117,7 @@ class HeadLoss:
         `inputs` are what the model takes and the labels, `targets` the `positions` and `ids` of the labels that count,
         as `pad_right` and `join_rows` make them, on the model's device. `smoothing` is what `summed_token_loss` does.
         """
-        known = nullcontext(inputs) if self._compiled else known_rows(self._attention, inputs)
+        known = nullcontext(inputs) if self._compiled else known_rows(self._attention, inputs, self._spared)
         with known as given:
             ask = _Asked(targets, want_right, smoothing)
             return self._plain_sums(model, given, ask) if self.is_plain else self._sums(model, given, ask)
