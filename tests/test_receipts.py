@@ -163,7 +163,7 @@ def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place
     folder, started = place
     assert bench("recipe.yaml", (), 1, 2) == 0
     assert capsys.readouterr().out.startswith("receipt: recipe.receipt.json\n")
-    assert [words[2] for words in started] == ["training.seed=42", "training.seed=43"]
+    assert [words[3] for words in started] == ["training.seed=42", "training.seed=43"]
     assert not any(Path(words[-1]).exists() for words in started), "their folders are deleted"
     [made] = read_receipt(folder / "recipe.receipt.json")
     assert made["seeds"] == [42, 43] and made["num_processes"] == 1 and made["num_optimizer_steps"] == 9
@@ -226,7 +226,8 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     before = (folder / "recipe.receipt.json").read_bytes()
     monkeypatch.setattr("tunebook.launching.launch.launch", lambda *words: 75)
     assert bench("recipe.yaml", (), 1, 3) == 75
-    assert "no receipt is written: the run with seed 42 did not end" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no receipt is written: the run with seed 42 did not end. No run of a bench is kept" in said
     assert (folder / "recipe.receipt.json").read_bytes() == before
 
 
@@ -237,6 +238,42 @@ def test_runs_of_other_values_or_without_identity_are_not_compared(tmp_path):
     write_receipt(tmp_path / "mine.receipt.json", entry(identity={"training.optim": "another"}))
     [run] = read_past_runs([str(folder)])
     assert compare_with_receipt(tmp_path / "mine.receipt.json", run) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seeds"),
+    [
+        ([], [42, 42]),
+        (["training.seed=7"], [7, 7]),
+        (["training.data_seed=7"], [42, 7]),
+        (["training.data_seed=9", "training.seed=7"], [7, 9]),
+        (["hub.repo=me/mine", "hub.private=false"], [42, 42]),
+        (["hub=null"], [42, 42]),
+        (["hub={repo: me/mine}", "training.seed=7"], [7, 7]),
+    ],
+    ids=str,
+)
+def test_what_bench_sets_itself_may_stand_on_its_command_line(tmp_path, monkeypatch, overrides, seeds):
+    from tunebook.commands import cli
+    from tunebook.launching.command_line import read_command
+
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\nhub: {repo: me/from-the-file}\n"
+    )
+    started = []
+
+    def launch(script, words, num_processes):
+        command = read_command(words)
+        started.append(load_recipe(command.recipe, command.overrides))
+        return 75
+
+    monkeypatch.setattr("tunebook.launching.launch.launch", launch)
+    monkeypatch.setattr("sys.argv", ["tunebook", "bench", str(path), *overrides])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    [recipe] = started
+    assert ended.value.code == 75 and [recipe.seed, recipe.data_seed] == seeds and recipe.hub is None
 
 
 def test_a_folder_that_takes_no_receipt_is_refused_before_the_hours(tmp_path, monkeypatch):
