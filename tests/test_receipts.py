@@ -9,7 +9,6 @@ import pytest
 
 from finished_runs import finished_place, train_in
 from fork_server import shared_server
-from past_run_folders import write_run
 from tunebook.errors import Refused
 from tunebook.launching.world import World
 from tunebook.plan.plan import build_plan
@@ -20,7 +19,7 @@ from tunebook.runs.receipts import (
     TIMED_SETTINGS,
     find_step_seconds,
     loss_band,
-    part_means,
+    mean_loss,
     read_receipt,
     receipt_path,
     write_receipt,
@@ -43,10 +42,16 @@ def test_a_band_has_the_losses_of_all_seeds_and_as_much_again():
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 94, 100])
 def test_parts_are_at_most_ten_and_hold_each_step_once(steps):
     curve = [(step + 1, float(step)) for step in range(steps)]
-    parts = part_means(curve)
+    parts = [part["steps"] for part in loss_band([curve])]
     assert len(parts) <= 10 and parts[0][0] == 1 and parts[-1][1] == steps
     assert all(one[1] + 1 == other[0] for one, other in pairwise(parts))
-    assert part_means([]) == []
+    assert loss_band([[]]) == []
+
+
+def test_the_parts_are_named_by_the_steps_that_the_logged_losses_cover():
+    curve = [(step, 1.0) for step in (1, *range(10, 91, 10), 94)]
+    parts = [part["steps"] for part in loss_band([curve])]
+    assert parts == [[1, 10], [11, 30], [31, 50], [51, 70], [71, 90], [91, 94]]
 
 
 def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
@@ -171,7 +176,8 @@ def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place
     assert made["tokens_per_second"]["least"] <= made["tokens_per_second"]["median"]
 
     [earlier] = read_past_runs(["runs/recipe"])
-    inside = [low <= loss <= high for (low, high), (_, _, loss) in _beside(made, earlier)]
+    losses = [mean_loss(earlier.curve("loss"), *part["steps"]) for part in made["loss_band"]]
+    inside = [part["loss"][0] <= loss <= part["loss"][1] for part, loss in zip(made["loss_band"], losses, strict=True)]
     assert len(inside) == 9 and all(inside), "a run with one of the seeds"
     changed = {**made, "loss_band": [{**part, "loss": [9.0, 9.5]} for part in made["loss_band"]]}
     changed["tokens_per_second"] = {**made["tokens_per_second"], "median": 1e9}
@@ -201,12 +207,6 @@ def test_a_run_that_completed_is_not_failed_by_a_receipt_that_cannot_be_read(pla
         assert path.read_text() == content
 
 
-def _beside(receipt, run):
-    return [
-        (part["loss"], mean) for part, mean in zip(receipt["loss_band"], part_means(run.curve("loss")), strict=True)
-    ]
-
-
 @pytest.mark.slow
 def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_none(place, capsys, monkeypatch):
     from tunebook.commands.bench import bench
@@ -229,15 +229,6 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     said = capsys.readouterr().err
     assert "no receipt is written: the run with seed 42 did not end. No run of a bench is kept" in said
     assert (folder / "recipe.receipt.json").read_bytes() == before
-
-
-def test_runs_of_other_values_or_without_identity_are_not_compared(tmp_path):
-    from tunebook.runs.receipts import compare_with_receipt
-
-    folder = write_run(tmp_path / "run")
-    write_receipt(tmp_path / "mine.receipt.json", entry(identity={"training.optim": "another"}))
-    [run] = read_past_runs([str(folder)])
-    assert compare_with_receipt(tmp_path / "mine.receipt.json", run) == []
 
 
 @pytest.mark.parametrize(
