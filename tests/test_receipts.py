@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tunebook.runs.receipts import (
     receipt_path,
     write_receipt,
 )
+from tunebook.system.writing import write_whole
 
 
 def entry(**values):
@@ -60,6 +63,19 @@ def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
     for one in (entry(date="1"), entry(date="2", num_processes=2), entry(date="3")):
         write_receipt(path, one)
     assert [one["date"] for one in read_receipt(path)] == ["2", "3"]
+
+
+def test_entries_that_are_written_in_the_same_moment_are_all_kept(tmp_path, monkeypatch):
+    def write_later(*given):
+        time.sleep(0.05)  # long enough for all others to read what is there
+        write_whole(*given)
+
+    monkeypatch.setattr("tunebook.runs.receipts.write_whole", write_later)
+    path, numbers = tmp_path / "mine.receipt.json", [1, 2, 3, 4]
+    with ThreadPoolExecutor(len(numbers)) as pool:  # each opens the folder anew, as processes would
+        list(pool.map(lambda number: write_receipt(path, entry(num_processes=number)), numbers))
+    assert sorted(one["num_processes"] for one in read_receipt(path)) == numbers
+    assert list(tmp_path.iterdir()) == [path], "nothing is left beside it"
 
 
 def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path):

@@ -16,6 +16,7 @@ from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.folder import read_begun
 from tunebook.runs.identity import recipe_identity, taken_over
+from tunebook.runs.lock import one_at_a_time
 from tunebook.runs.past import PastRun
 from tunebook.system.places import is_local
 from tunebook.system.writing import write_whole
@@ -77,11 +78,13 @@ def _read_entry(entry: Mapping[str, Any]) -> Entry:
 def write_receipt(path: Path, entry: Entry) -> None:
     """Add an entry, in place of earlier ones of the same hardware and processes; whole or not at all.
 
-    A trial, with values from the command line, replaces none but an earlier trial of those values.
+    A trial, with values from the command line, replaces none but an earlier trial of those values. Of several that are
+    written in the same moment each is kept.
     """
-    others = [one for one in read_receipt(path) if not _is_replaced(one, entry)]
-    in_order = sorted([*others, entry], key=lambda one: bool(one.get("trial")))  # the first that fits is asked
-    write_whole(path, json.dumps({"measured": in_order}, indent=1) + "\n")
+    with one_at_a_time(path.resolve().parent):
+        others = [one for one in read_receipt(path) if not _is_replaced(one, entry)]
+        in_order = sorted([*others, entry], key=lambda one: bool(one.get("trial")))  # the first that fits is asked
+        write_whole(path, json.dumps({"measured": in_order}, indent=1) + "\n")
 
 
 def build_entry(runs: Sequence[PastRun], seeds: Sequence[int], trial: bool = False) -> Entry:
