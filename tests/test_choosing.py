@@ -114,6 +114,12 @@ def test_what_one_rank_has_no_memory_for_no_rank_does(place):
     assert largest_difference(adapter_of(place / "short"), adapter_of(finished_place() / "runs" / "recipe")) < 1e-6
 
 
+def test_all_ranks_choose_by_the_shape_that_rank_0_knows(place):
+    output = begin(place, "unseen", 2, "training.num_train_epochs=1", FAULT="no_shape_known", FAULT_RANKS="1")
+    assert output.count("[fault] rank 1 knows no shape") == 1 and "the fastest of" in output
+    assert len(choice_of(place / "unseen")["candidates"]) == 6
+
+
 def test_what_fits_nowhere_is_refused_before_weights_load(place):
     output = begin(place, "none", 1, code=2, **{VARIABLE: "0.0001"})
     assert output.count("auto finds nothing that fits: micro-batch 1, activation checkpointing on needs") == 1

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +11,6 @@ import pytest
 
 from finished_runs import finished_place, train_in
 from fork_server import shared_server
-from past_run_folders import write_run
 from tunebook.errors import Refused
 from tunebook.launching.world import World
 from tunebook.plan.plan import build_plan
@@ -20,11 +21,12 @@ from tunebook.runs.receipts import (
     TIMED_SETTINGS,
     find_step_seconds,
     loss_band,
-    part_means,
+    mean_loss,
     read_receipt,
     receipt_path,
     write_receipt,
 )
+from tunebook.system.writing import write_whole
 
 
 def entry(**values):
@@ -43,10 +45,16 @@ def test_a_band_has_the_losses_of_all_seeds_and_as_much_again():
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 94, 100])
 def test_parts_are_at_most_ten_and_hold_each_step_once(steps):
     curve = [(step + 1, float(step)) for step in range(steps)]
-    parts = part_means(curve)
+    parts = [part["steps"] for part in loss_band([curve])]
     assert len(parts) <= 10 and parts[0][0] == 1 and parts[-1][1] == steps
     assert all(one[1] + 1 == other[0] for one, other in pairwise(parts))
-    assert part_means([]) == []
+    assert loss_band([[]]) == []
+
+
+def test_the_parts_are_named_by_the_steps_that_the_logged_losses_cover():
+    curve = [(step, 1.0) for step in (1, *range(10, 91, 10), 94)]
+    parts = [part["steps"] for part in loss_band([curve])]
+    assert parts == [[1, 10], [11, 30], [31, 50], [51, 70], [71, 90], [91, 94]]
 
 
 def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
@@ -55,6 +63,19 @@ def test_an_entry_replaces_that_of_the_same_hardware_and_processes(tmp_path):
     for one in (entry(date="1"), entry(date="2", num_processes=2), entry(date="3")):
         write_receipt(path, one)
     assert [one["date"] for one in read_receipt(path)] == ["2", "3"]
+
+
+def test_entries_that_are_written_in_the_same_moment_are_all_kept(tmp_path, monkeypatch):
+    def write_later(*given):
+        time.sleep(0.05)  # long enough for all others to read what is there
+        write_whole(*given)
+
+    monkeypatch.setattr("tunebook.runs.receipts.write_whole", write_later)
+    path, numbers = tmp_path / "mine.receipt.json", [1, 2, 3, 4]
+    with ThreadPoolExecutor(len(numbers)) as pool:  # each opens the folder anew, as processes would
+        list(pool.map(lambda number: write_receipt(path, entry(num_processes=number)), numbers))
+    assert sorted(one["num_processes"] for one in read_receipt(path)) == numbers
+    assert list(tmp_path.iterdir()) == [path], "nothing is left beside it"
 
 
 def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path):
@@ -163,7 +184,7 @@ def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place
     folder, started = place
     assert bench("recipe.yaml", (), 1, 2) == 0
     assert capsys.readouterr().out.startswith("receipt: recipe.receipt.json\n")
-    assert [words[2] for words in started] == ["training.seed=42", "training.seed=43"]
+    assert [words[3] for words in started] == ["training.seed=42", "training.seed=43"]
     assert not any(Path(words[-1]).exists() for words in started), "their folders are deleted"
     [made] = read_receipt(folder / "recipe.receipt.json")
     assert made["seeds"] == [42, 43] and made["num_processes"] == 1 and made["num_optimizer_steps"] == 9
@@ -171,7 +192,8 @@ def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place
     assert made["tokens_per_second"]["least"] <= made["tokens_per_second"]["median"]
 
     [earlier] = read_past_runs(["runs/recipe"])
-    inside = [low <= loss <= high for (low, high), (_, _, loss) in _beside(made, earlier)]
+    losses = [mean_loss(earlier.curve("loss"), *part["steps"]) for part in made["loss_band"]]
+    inside = [part["loss"][0] <= loss <= part["loss"][1] for part, loss in zip(made["loss_band"], losses, strict=True)]
     assert len(inside) == 9 and all(inside), "a run with one of the seeds"
     changed = {**made, "loss_band": [{**part, "loss": [9.0, 9.5]} for part in made["loss_band"]]}
     changed["tokens_per_second"] = {**made["tokens_per_second"], "median": 1e9}
@@ -201,12 +223,6 @@ def test_a_run_that_completed_is_not_failed_by_a_receipt_that_cannot_be_read(pla
         assert path.read_text() == content
 
 
-def _beside(receipt, run):
-    return [
-        (part["loss"], mean) for part, mean in zip(receipt["loss_band"], part_means(run.curve("loss")), strict=True)
-    ]
-
-
 @pytest.mark.slow
 def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_none(place, capsys, monkeypatch):
     from tunebook.commands.bench import bench
@@ -226,17 +242,45 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     before = (folder / "recipe.receipt.json").read_bytes()
     monkeypatch.setattr("tunebook.launching.launch.launch", lambda *words: 75)
     assert bench("recipe.yaml", (), 1, 3) == 75
-    assert "no receipt is written: the run with seed 42 did not end" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no receipt is written: the run with seed 42 did not end. No run of a bench is kept" in said
     assert (folder / "recipe.receipt.json").read_bytes() == before
 
 
-def test_runs_of_other_values_or_without_identity_are_not_compared(tmp_path):
-    from tunebook.runs.receipts import compare_with_receipt
+@pytest.mark.parametrize(
+    ("overrides", "seeds"),
+    [
+        ([], [42, 42]),
+        (["training.seed=7"], [7, 7]),
+        (["training.data_seed=7"], [42, 7]),
+        (["training.data_seed=9", "training.seed=7"], [7, 9]),
+        (["hub.repo=me/mine", "hub.private=false"], [42, 42]),
+        (["hub=null"], [42, 42]),
+        (["hub={repo: me/mine}", "training.seed=7"], [7, 7]),
+    ],
+    ids=str,
+)
+def test_what_bench_sets_itself_may_stand_on_its_command_line(tmp_path, monkeypatch, overrides, seeds):
+    from tunebook.commands import cli
+    from tunebook.launching.command_line import read_command
 
-    folder = write_run(tmp_path / "run")
-    write_receipt(tmp_path / "mine.receipt.json", entry(identity={"training.optim": "another"}))
-    [run] = read_past_runs([str(folder)])
-    assert compare_with_receipt(tmp_path / "mine.receipt.json", run) == []
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\nhub: {repo: me/from-the-file}\n"
+    )
+    started = []
+
+    def launch(script, words, num_processes):
+        command = read_command(words)
+        started.append(load_recipe(command.recipe, command.overrides))
+        return 75
+
+    monkeypatch.setattr("tunebook.launching.launch.launch", launch)
+    monkeypatch.setattr("sys.argv", ["tunebook", "bench", str(path), *overrides])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    [recipe] = started
+    assert ended.value.code == 75 and [recipe.seed, recipe.data_seed] == seeds and recipe.hub is None
 
 
 def test_a_folder_that_takes_no_receipt_is_refused_before_the_hours(tmp_path, monkeypatch):

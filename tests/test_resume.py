@@ -134,6 +134,16 @@ def test_dropout_goes_on_where_it_was(place):
     assert largest_difference(adapter_of(place.unbroken(1, word)), adapter_of(place.unbroken(1))) > 1e-5
 
 
+@pytest.fixture(scope="module")
+def begun(place):
+    """A run that stopped after step 4, in run folder `begun`; beside it other rows and another base."""
+    stop_after(place, "begun", 1, 4)
+    rows = (place.folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (place.folder / "other.jsonl").write_text("".join(rows[1:] + rows[:1]))
+    build_tiny_model(place.folder / "other", hidden_size=64, seed=1)
+
+
+@pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize(
     ("words", "fields"),
     [
@@ -148,11 +158,6 @@ def test_dropout_goes_on_where_it_was(place):
     ],
 )
 def test_what_changes_the_result_is_refused_by_name_with_both_values(place, words, fields):
-    if not (place.folder / "begun").exists():
-        stop_after(place, "begun", 1, 4)
-        rows = (place.folder / "rows.jsonl").read_text().splitlines(keepends=True)
-        (place.folder / "other.jsonl").write_text("".join(rows[1:] + rows[:1]))
-        build_tiny_model(place.folder / "other", hidden_size=64, seed=1)
     before = sorted(place.folder.rglob("begun*/**/*"))
     life = place.run("begun", 1, *words)
     assert life.rank_codes() == [2], life.output()[-3000:]
@@ -175,6 +180,7 @@ def test_what_changes_no_result_is_taken_over_and_announced(place):
     assert largest_difference(adapter_of(place.folder / "taken"), adapter_of(place.unbroken(1))) < 1e-6
 
 
+@pytest.mark.usefixtures("begun")
 def test_training_longer_is_announced_with_the_rate_of_the_next_step(place):
     stop_after(place, "longer", 1, 4)
     again = place.run("longer", 1, "training.num_train_epochs=6")

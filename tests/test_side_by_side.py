@@ -19,6 +19,23 @@ def place(tmp_path_factory):
     return Place(tmp_path_factory.mktemp("side"))
 
 
+@pytest.fixture(scope="module")
+def two_at_once(place):
+    """The folders of two runs of finetune.py on two processes each, beside each other."""
+    lives = [place.begin(name, 2) for name in ("one", "other")]
+    for life in lives:
+        assert place.server.wait(life).rank_codes() == [0, 0], life.output()[-3000:]
+    return [place.folder / name for name in ("one", "other")]
+
+
+@pytest.fixture(scope="module")
+def by_hand(place):
+    """The folder of a run of train_ddp.py on two processes."""
+    life = place.run("by-hand", 2, SCRIPT="train_ddp")
+    assert life.rank_codes() == [0, 0], life.output()[-3000:]
+    return place.folder / "by-hand"
+
+
 @pytest.fixture
 def taken_port():
     with socket.socket() as holder:
@@ -50,31 +67,30 @@ def test_a_taken_port_is_named_with_the_remedy(place, taken_port):
     assert "Traceback" not in life.output() and not (place.folder / "taken").exists()
 
 
-def test_two_runs_at_once_are_two_worlds(place):
-    lives = [place.begin(name, 2) for name in ("one", "other")]
-    for life in lives:
-        assert place.server.wait(life).rank_codes() == [0, 0], life.output()[-3000:]
-    for name in ("one", "other"):
-        assert summary_of(place.folder / name)["world_size"] == 2
-    same_result(place.folder / "one", place.folder / "other")
+def test_two_runs_at_once_are_two_worlds(two_at_once):
+    for folder in two_at_once:
+        assert summary_of(folder)["world_size"] == 2
+    same_result(*two_at_once)
 
 
-def test_the_hand_loop_stops_on_all_ranks_and_starts_over(place):
-    life = place.begin("by-hand", 2, *LONG, SCRIPT="train_ddp")
+def test_the_hand_loop_trains_the_adapter_of_the_trainer(two_at_once, by_hand):
+    assert largest_difference(adapter_of(by_hand), adapter_of(two_at_once[0])) < 1e-6
+    assert summary_of(by_hand)["num_optimizer_steps"] == NUM_STEPS
+
+
+def test_the_hand_loop_stops_on_all_ranks_and_starts_over(place, by_hand):
+    life = place.begin("stopped", 2, *LONG, SCRIPT="train_ddp")
     until(life, "step 3/", place)
     os.kill(life.pids[1], signal.SIGTERM)
     place.server.wait(life)
     assert life.rank_codes() == [75, 75], life.output()[-3000:]
     assert "and nothing is saved: run the same command again to start over" in life.output()
-    assert summary_of(place.folder / "by-hand")["status"] == "interrupted"
-    refused = place.run("by-hand", 2, SCRIPT="train_ddp")
+    assert summary_of(place.folder / "stopped")["status"] == "interrupted"
+    refused = place.run("stopped", 2, SCRIPT="train_ddp")
     assert refused.rank_codes() == [2, 2] and "data.validation" in refused.output()
-    again = place.run("by-hand", 2, "--fresh", SCRIPT="train_ddp")
+    again = place.run("stopped", 2, "--fresh", SCRIPT="train_ddp")
     assert again.rank_codes() == [0, 0], again.output()[-3000:]
-    assert place.run("by-trainer", 2).rank_codes() == [0, 0]
-    both = [adapter_of(place.folder / name) for name in ("by-hand", "by-trainer")]
-    assert largest_difference(*both) < 1e-6
-    assert summary_of(place.folder / "by-hand")["num_optimizer_steps"] == NUM_STEPS
+    assert largest_difference(adapter_of(place.folder / "stopped"), adapter_of(by_hand)) == 0
 
 
 def test_the_hand_loop_hears_a_signal_while_it_measures(place):
@@ -85,10 +101,10 @@ def test_the_hand_loop_hears_a_signal_while_it_measures(place):
     assert "stopped by SIGTERM before the first step was done" in life.output()
 
 
-def test_the_hand_loop_meets_again_after_a_restart(place):
+def test_the_hand_loop_meets_again_after_a_restart(place, by_hand):
     life = place.run("restarted", 2, SCRIPT="train_ddp", TORCHELASTIC_RESTART_COUNT="1")
     assert life.rank_codes() == [0, 0], life.output()[-3000:]
-    assert largest_difference(*(adapter_of(place.folder / name) for name in ("restarted", "by-hand"))) == 0
+    assert largest_difference(adapter_of(place.folder / "restarted"), adapter_of(by_hand)) == 0
 
 
 def test_the_hand_loop_does_not_write_over_checkpoints(place):

@@ -48,11 +48,9 @@ def checkout(tmp_path_factory):
     return folder
 
 
-def read(folder, run, name="run_summary.json"):
-    return json.loads((folder / "runs" / run / name).read_text())
-
-
-def test_both_programs_and_launchers_leave_the_same_adapter_and_the_same_folder(checkout):
+@pytest.fixture(scope="module")
+def trained(checkout):
+    """The names of the runs of both programs, started in three ways, whose output is looked at as well."""
     commands = {
         "mine-ddp": "torchrun --nproc_per_node=2 --standalone train_ddp.py recipes/mine.yaml",
         "by accelerate": f"{ACCELERATE} train_ddp.py recipes/mine.yaml --run-dir 'runs/by accelerate'",
@@ -62,22 +60,23 @@ def test_both_programs_and_launchers_leave_the_same_adapter_and_the_same_folder(
         result = type_command(command, checkout)
         assert result.returncode == 0, f"{run}: {result.stderr[-3000:]}"
         assert "rows per step" in result.stdout and "Traceback" not in result.stderr and "Warning" not in result.stderr
-    summaries = [read(checkout, run) for run in commands]
-    adapters = [load_file(checkout / "runs" / run / "adapter" / "adapter_model.safetensors") for run in commands]
-    files = [{path.name for path in (checkout / "runs" / run).iterdir()} - {"checkpoints"} for run in commands]
+    return list(commands)
+
+
+def read(folder, run, name="run_summary.json"):
+    return json.loads((folder / "runs" / run / name).read_text())
+
+
+def test_both_programs_and_launchers_leave_the_same_adapter_and_the_same_folder(checkout, trained):
+    summaries = [read(checkout, run) for run in trained]
+    adapters = [load_file(checkout / "runs" / run / "adapter" / "adapter_model.safetensors") for run in trained]
+    files = [{path.name for path in (checkout / "runs" / run).iterdir()} - {"checkpoints"} for run in trained]
     assert summaries[0]["adapter_sha256"] == summaries[1]["adapter_sha256"]
     assert files[0] == files[1] == files[2]
     for summary, adapter in zip(summaries, adapters, strict=True):
         assert summary.keys() == summaries[2].keys() and summary["status"] == "completed"
         assert summary["recipe_sha256"] == summaries[2]["recipe_sha256"]
-        for name in (
-            "eval_loss_before",
-            "eval_loss",
-            "first_loss",
-            "final_loss",
-            "num_optimizer_steps",
-            "trained_tokens",
-        ):
+        for name in COMPARED:
             assert summary[name] == pytest.approx(summaries[2][name], abs=1e-5), name
         assert max(float((adapter[name] - adapters[2][name]).abs().max()) for name in adapter) < 1e-5
     logs = [(checkout / "runs" / run / "metrics.jsonl").read_text().splitlines() for run in ("mine-ddp", "mine")]
@@ -86,6 +85,7 @@ def test_both_programs_and_launchers_leave_the_same_adapter_and_the_same_folder(
         assert one.get("learning_rate") == two.get("learning_rate")
 
 
+@pytest.mark.usefixtures("trained")
 def test_the_same_command_again_trains_nothing(checkout):
     result = type_command("python train_ddp.py recipes/mine.yaml", checkout)
     assert result.returncode == 0 and "has finished already" in result.stdout, result.stderr[-2000:]

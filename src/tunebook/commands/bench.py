@@ -14,12 +14,16 @@ from tunebook.recipe.reading import load_recipe
 from tunebook.runs.past import read_past_runs
 from tunebook.runs.receipts import build_entry, read_receipt, receipt_path, write_receipt
 
+# What bench sets itself for each run, after the values of the command line; a key that is given twice is refused.
+SET_HERE = ("training.seed", "training.data_seed", "hub")
+
 
 def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: int) -> int:
     """Run a recipe once for each seed, from its own on, in folders that are deleted, and write the receipt.
 
-    Rows and their order are the recipe's own in all of them; the seed draws the adapter's start. Returns the exit code
-    of the first run that did not complete, with no receipt written. Raises Refused where the recipe cannot run here.
+    Rows and their order are the recipe's own in all of them; the seed draws the adapter's start. A seed among the
+    `overrides` is that of the first run, and none is published. Returns the exit code of the first run that did not
+    complete, with no receipt written. Raises Refused where the recipe cannot run here.
     """
     recipe = load_recipe(path, overrides)
     plan_without_data(recipe, world_of(num_processes, "cuda" if count_gpus() else "cpu"), None)
@@ -31,13 +35,15 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
     from tunebook.launching.launch import find_script, launch
 
     seeds = [recipe.seed + number for number in range(num_seeds)]
-    fixed = [f"training.data_seed={recipe.data_seed}", *(["hub=null"] if recipe.hub else [])]
+    kept = [override for override in overrides if not _is_set_here(override)]
+    fixed = [*kept, f"training.data_seed={recipe.data_seed}", "hub=null"]
     with TemporaryDirectory(prefix="tunebook-bench-") as place:
         folders = [str(Path(place) / f"seed-{seed}") for seed in seeds]
         for seed, folder in zip(seeds, folders, strict=True):
-            words = [path, *overrides, *fixed, f"training.seed={seed}", "--run-dir", folder]
+            words = [path, *fixed, f"training.seed={seed}", "--run-dir", folder]
             if (code := launch(find_script(), words, num_processes)) != EXIT_DONE:
-                print(f"no receipt is written: the run with seed {seed} did not end, and is not kept", file=sys.stderr)
+                again = "No run of a bench is kept: the same bench again starts over"
+                print(f"no receipt is written: the run with seed {seed} did not end. {again}", file=sys.stderr)
                 return code
         entry = build_entry(read_past_runs(folders), seeds, trial=bool(overrides))
     write_receipt(receipt, entry)
@@ -52,3 +58,8 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
         markup=False,
     )
     return EXIT_DONE
+
+
+def _is_set_here(override: str) -> bool:
+    key = override.partition("=")[0]
+    return key in SET_HERE or key.startswith("hub.")

@@ -1,10 +1,14 @@
-"""The lock of a run folder: who holds it is the only one that writes there, and the only one that may set it aside."""
+"""The lock of a run folder: who holds it is the only one that writes there, and the only one that may set it aside.
+
+And a lock of moments, for a file that several processes change.
+"""
 
 import fcntl
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -92,6 +96,20 @@ def hold(lock: int, folder: Path, kind: int = fcntl.LOCK_EX) -> str | None:
         except OSError as error:
             return error.strerror or str(error)
         time.sleep(0.02)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one process at a time read, change and write a file in a folder; others wait for it, moments at most.
+
+    The folder itself is locked, so that no file of a lock is left there. On a disk without locks nobody waits.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def _in_use(folder: Path) -> Problem:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from tunebook.errors import Problem, Refused
@@ -16,15 +16,18 @@ from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.folder import read_begun
 from tunebook.runs.identity import recipe_identity, taken_over
+from tunebook.runs.lock import one_at_a_time
 from tunebook.runs.past import PastRun
 from tunebook.system.places import is_local
 from tunebook.system.writing import write_whole
 
 Entry = dict[str, Any]
+Curve = Sequence[tuple[int, float]]  # (step, loss) for each log, in order
 NUM_PARTS = 10
 # How far beyond the seeds a loss may lie: as far again as they are apart, and at least so much of it.
 LEAST_MARGIN = 0.02
-# A run at less than this part of the receipt's speed, on the same hardware and processes, is worth a word.
+# A run at less than this part of the receipt's speed, with the same TIMED_SETTINGS, hardware and processes, is worth a
+# word.
 SLOW = 0.7
 SEED = "training.seed"
 # Of what a result depends on, this is what the time of a step depends on, too: keys and whole sections.
@@ -75,11 +78,13 @@ def _read_entry(entry: Mapping[str, Any]) -> Entry:
 def write_receipt(path: Path, entry: Entry) -> None:
     """Add an entry, in place of earlier ones of the same hardware and processes; whole or not at all.
 
-    A trial, with values from the command line, replaces none but an earlier trial of those values.
+    A trial, with values from the command line, replaces none but an earlier trial of those values. Of several that are
+    written in the same moment each is kept.
     """
-    others = [one for one in read_receipt(path) if not _is_replaced(one, entry)]
-    in_order = sorted([*others, entry], key=lambda one: bool(one.get("trial")))  # the first that fits is asked
-    write_whole(path, json.dumps({"measured": in_order}, indent=1) + "\n")
+    with one_at_a_time(path.resolve().parent):
+        others = [one for one in read_receipt(path) if not _is_replaced(one, entry)]
+        in_order = sorted([*others, entry], key=lambda one: bool(one.get("trial")))  # the first that fits is asked
+        write_whole(path, json.dumps({"measured": in_order}, indent=1) + "\n")
 
 
 def build_entry(runs: Sequence[PastRun], seeds: Sequence[int], trial: bool = False) -> Entry:
@@ -109,25 +114,42 @@ def build_entry(runs: Sequence[PastRun], seeds: Sequence[int], trial: bool = Fal
     }
 
 
-def loss_band(curves: Sequence[Sequence[tuple[int, float]]]) -> list[Entry]:
-    """Return the band of equal parts of a run: the losses of all curves there, and a margin of as much again.
+def loss_band(curves: Sequence[Curve]) -> list[Entry]:
+    """Return the band of parts of a run: the mean loss of all curves there, and a margin of as much again.
 
-    A curve has (step, loss) in order; all have the same steps. The loss of a part is the mean of those logged in it.
+    All curves have the same steps. There are at most NUM_PARTS parts, of equally many logged losses each; the first
+    begins at step 1.
     """
-    parts = [part_means(curve) for curve in curves]
+    covered = _covered(curves[0])
+    size = -(-len(covered) // NUM_PARTS)
     band = []
-    for place, (start, end, _) in enumerate(parts[0]):
-        losses = [means[place][2] for means in parts]
+    for part in (covered[start : start + size] for start in range(0, len(covered), size or 1)):
+        start, end = part[0][0], part[-1][1]
+        losses = [loss for curve in curves if (loss := mean_loss(curve, start, end)) is not None]
         margin = max(max(losses) - min(losses), LEAST_MARGIN * max(losses))
         band.append({"steps": [start, end], "loss": [min(losses) - margin, max(losses) + margin]})
     return band
 
 
-def part_means(curve: Sequence[tuple[int, float]]) -> list[tuple[int, int, float]]:
-    """Return first step, last step and mean loss of at most NUM_PARTS equal parts of what was logged."""
-    size = -(-len(curve) // NUM_PARTS)
-    parts = [curve[start : start + size] for start in range(0, len(curve), size or 1)]
-    return [(part[0][0], part[-1][0], fmean(loss for _, loss in part)) for part in parts]
+def mean_loss(curve: Curve, start: int, end: int) -> float | None:
+    """Return the mean loss of the steps `start` to `end`, whatever steps were logged; None where those leave it open.
+
+    That is where a logged loss covers steps both inside and outside.
+    """
+    inside = [one for one in _covered(curve) if start <= one[0] <= one[1] <= end]
+    if not inside or (inside[0][0], inside[-1][1]) != (start, end):
+        return None
+    return sum(loss * (last - first + 1) for first, last, loss in inside) / (end - start + 1)
+
+
+def _covered(curve: Curve) -> list[tuple[int, int, float]]:
+    """Return the first and the last step that each logged loss is the mean of, and the loss.
+
+    It is the mean over the steps since the last log, each with the same weight (Trainer._maybe_log_save_evaluate in
+    transformers 5.24 divides the sum by their number; train_ddp.py does the same).
+    """
+    befores = [0, *(step for step, _ in curve)]
+    return [(before + 1, step, loss) for before, (step, loss) in zip(befores, curve, strict=False)]
 
 
 def compare_with_receipt(path: Path, run: PastRun) -> list[str]:
@@ -143,7 +165,9 @@ def compare_with_receipt(path: Path, run: PastRun) -> list[str]:
     same.sort(key=lambda one: _place(one) != here)
     if not same:
         return []
-    return [*_out_of_band(same[0], run, path), *_too_slow(same[0], run, path, here)]
+    settings = {name: begun.settings.get(name) for name in TIMED_SETTINGS}
+    timed = [one for one in same if _place(one) == here and one.get("settings") == settings]
+    return [*_out_of_band(same[0], run, path), *(_too_slow(timed[0], run, path) if timed else [])]
 
 
 def find_step_seconds(recipe: Recipe, plan: Plan, gpu: str | None) -> tuple[float, str] | None:
@@ -176,20 +200,20 @@ def _is_base(base: str, name: str) -> bool:
 
 
 def _out_of_band(entry: Entry, run: PastRun, path: Path) -> list[str]:
-    means = {start: (end, loss) for start, end, loss in part_means(run.curve("loss"))}
+    curve = run.curve("loss")
     for part in entry["loss_band"]:
         (start, end), (low, high) = part["steps"], part["loss"]
-        last, loss = means.get(start, (None, low))
-        if last == end and not low <= loss <= high:
+        loss = mean_loss(curve, start, end)
+        if loss is not None and not low <= loss <= high:
             return [
                 f"the loss of steps {start} to {end} is {loss:.4f}, out of the band of {path}: {low:.4f} to {high:.4f}"
             ]
     return []
 
 
-def _too_slow(entry: Entry, run: PastRun, path: Path, here: tuple[Any, Any]) -> list[str]:
+def _too_slow(entry: Entry, run: PastRun, path: Path) -> list[str]:
     speed, promised = run.summary.get("tokens_per_second"), entry["tokens_per_second"]["median"]
-    if _place(entry) != here or not isinstance(speed, float) or speed >= SLOW * promised:
+    if not isinstance(speed, float) or speed >= SLOW * promised:
         return []
     return [f"{speed:,.0f} trained tokens per second, where {path} has {promised:,.0f} on the same hardware"]
 

@@ -67,7 +67,8 @@ def open_options(recipe: Recipe, plan: Plan, world: World, data: PreparedData, g
     with refuse_together():
         limit = find_limit(world)
     limit = int(-largest_over_processes([-limit], world.device)[0])
-    shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
+    # Rank 0's answer for all: the Hub's cache of another machine may lack the config, and its ranks other candidates.
+    shape = from_rank_0(find_shape(recipe.model.name_or_path, recipe.model.revision) if world.is_main else None)
     careful = "the model is sharded, and is not measured so" if world.shards else ""
     if shape is None and world.device_type == "cpu":
         careful = f"the shape of {plan.model} is not known here, and with it what fits"
