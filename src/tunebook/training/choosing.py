@@ -5,6 +5,7 @@ A run that goes on in its folder keeps what was chosen for it, as long as recipe
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def choose(  # noqa: PLR0913, PLR0917 - each is a part of what is chosen for
     measured = [one for one in outcomes if one.tokens_per_second is not None]
     if measured:
         best = max(measured, key=lambda one: one.tokens_per_second or 0).candidate
-    elif is_measured:  # memory ran out each time
+    elif is_measured:  # none had memory enough
         best = min(able, key=lambda one: (one.needed or 0, one.micro_batch, -one.checkpointing))
     else:
         best = able[0]
@@ -164,8 +165,12 @@ def _state_bytes(model: Any, plan: Plan) -> int:
 def _explain(best: Candidate, outcomes: Sequence[Outcome], is_compiled: bool | None) -> str:
     measured = sorted((one for one in outcomes if one.tokens_per_second), key=lambda one: -(one.tokens_per_second or 0))
     if not measured:
-        why = "the only one that fits" if len(outcomes) == 1 else "memory ran out in all that were measured"
-        return f"{best.name}: {'by memory alone, since the model is compiled' if is_compiled else why}"
+        if is_compiled:
+            return f"{best.name}: by memory alone, since the model is compiled"
+        if len(outcomes) == 1:
+            return f"{best.name}: the only one that fits"
+        counted = Counter(one.why_not for one in outcomes)
+        return f"{best.name}: it needs the least; {', '.join(f'{count} {why}' for why, count in counted.items())}"
     fastest = f"{measured[0].tokens_per_second:,.0f} trained tokens/s"
     if len(measured) == 1:
         return f"{best.name}: {fastest}, the only one measured"
