@@ -20,10 +20,12 @@ from tunebook.launching.world import World
 from tunebook.model.attention import find_position_problems
 from tunebook.model.shapes import find_shape
 from tunebook.plan.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, say_origin
-from tunebook.plan.memory import CUDA_CONTEXT_BYTES, FLOAT32, GIB
+from tunebook.plan.memory import CUDA_CONTEXT_BYTES, GIB
 from tunebook.plan.memory_limit import VARIABLE, find_limit, name_limit
-from tunebook.plan.memory_plan import TIGHT, count_optimizer_bytes
+from tunebook.plan.memory_plan import TIGHT
+from tunebook.plan.optimizers import find_optimizer_bytes
 from tunebook.plan.plan import Plan
+from tunebook.plan.storage import FLOAT32
 from tunebook.plan.table import build_console
 from tunebook.recipe.schema import Recipe
 from tunebook.system.hardware import name_hardware
@@ -156,10 +158,14 @@ def _agree(  # noqa: PLR0913, PLR0917 - each is a part of what is compared
 
 
 def _state_bytes(model: Any, plan: Plan) -> int:
-    """Return what training holds on a GPU beside what a probe allocates: optimizer states, DDP's copies, context."""
+    """Return what training holds on a GPU beside what a probe allocates: optimizer states, DDP's copies, context.
+
+    Not what the optimizer computes with: activations are gone by then, and the plan has held that moment against the
+    limit.
+    """
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    states, step = count_optimizer_bytes(plan.optim, [])
-    return CUDA_CONTEXT_BYTES + int(trained * (states + step + (FLOAT32 if plan.world_size > 1 else 0)))
+    states = find_optimizer_bytes(plan.optim, True, []).states
+    return CUDA_CONTEXT_BYTES + int(trained * (states + (FLOAT32 if plan.world_size > 1 else 0)))
 
 
 def _explain(best: Candidate, outcomes: Sequence[Outcome], is_compiled: bool | None) -> str:
