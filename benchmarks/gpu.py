@@ -27,7 +27,8 @@ from gpu_model import QWEN_7B, RANK, TINY, add_adapter, build_base, dequantized,
 from tunebook.model.attention import kept_for_attention
 from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters
 from tunebook.plan.durations import operations_per_token, read_gpu
-from tunebook.plan.memory import CONSTANTS_BLOCK, LOGITS_AT_ONCE, QUANTIZED_BLOCK, Storage, Work, predict_memory
+from tunebook.plan.memory import CONSTANTS_BLOCK, LOGITS_AT_ONCE, QUANTIZED_BLOCK, predict_memory
+from tunebook.plan.storage import Storage, Work
 from tunebook.training.batches import join_rows, pad_right, tensors_of
 from tunebook.training.head_loss import HeadLoss
 

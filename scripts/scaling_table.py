@@ -15,8 +15,8 @@ from tunebook.errors import Refused
 from tunebook.launching.world import world_of
 from tunebook.model.shapes import find_shape
 from tunebook.plan.durations import read_gpu, step_seconds_of
-from tunebook.plan.memory import FLOAT32
 from tunebook.plan.plan import build_plan
+from tunebook.plan.storage import FLOAT32
 from tunebook.recipe.reading import load_recipe
 
 PROCESSES = (1, 8, 64, 512)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from tiny_training import STOP, TinyExample, build_base, build_data, build_recipe, plan_of
 from tunebook.launching.world import World
 from tunebook.model.model import build_model
-from tunebook.training import answers
+from tunebook.training import answers, decoding
 from tunebook.training.answers import ANSWER_MARGIN_TOKENS, greedy_answers, num_exact_matches
 
 pytestmark = pytest.mark.slow
@@ -54,6 +54,25 @@ def test_a_batch_of_unequal_prompts_is_answered_as_each_prompt_alone(model, toke
     assert len(set(texts)) > 5
     assert greedy_answers(model, tokenizer, data, World(), "float32") == texts
     assert greedy_answers(model.get_base_model(), tokenizer, data, World(), "float32") == texts
+
+
+def test_answers_take_no_more_positions_than_they_may(model, tokenizer, monkeypatch):
+    data, room, taken = build_data(num_rows=1, num_eval_rows=10, num_examples=10), 3 + ANSWER_MARGIN_TOKENS, []
+
+    def write_batch(model, tokenizer, prompts, *more):
+        taken.append((len(prompts), max(map(len, prompts))))
+        return decoding.write_batch(model, tokenizer, prompts, *more)
+
+    monkeypatch.setattr(answers, "write_batch", write_batch)
+    texts = greedy_answers(model, tokenizer, data, World(), "float32")
+    assert [rows for rows, _ in taken] == [10]
+    taken.clear()
+    assert greedy_answers(model, tokenizer, data, World(), "float32", most_positions=90) == texts
+    assert sum(rows for rows, _ in taken) == 10 and max(rows for rows, _ in taken) > 1
+    assert all(rows * (longest + room) <= 90 for rows, longest in taken)
+    taken.clear()
+    greedy_answers(model, tokenizer, data, World(), "float32", most_positions=1)
+    assert [rows for rows, _ in taken] == [1] * 10, "each alone, for want of less"
 
 
 def test_an_answer_ends_at_the_stop_token(model, tokenizer):

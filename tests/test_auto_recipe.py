@@ -15,11 +15,13 @@ from tunebook.plan.candidates import Candidate, explain_no_fit, find_candidates,
 from tunebook.plan.memory import GIB
 from tunebook.plan.memory_limit import VARIABLE, find_limit, free_bytes
 from tunebook.plan.memory_plan import TIGHT
+from tunebook.plan.padding import find_steps, lay_out
 from tunebook.plan.plan import build_plan
 from tunebook.plan.planning import plan_without_data
 from tunebook.plan.whole_plan import complete_plan
 from tunebook.recipe.reading import load_recipe
 from tunebook.runs.identity import find_differences, find_taken_over, recipe_identity, taken_over
+from tunebook.training.batches import epoch_order
 
 MICRO, CHECKPOINTING = "training.per_device_train_batch_size=auto", "training.activation_checkpointing=auto"
 RECIPE = """
@@ -150,6 +152,21 @@ def test_candidates_are_all_that_is_open_and_those_that_fit_leave_something_to_s
     assert {(one.micro_batch, one.needed) for one in only} == {(plan.per_device_train_batch_size, None)}
     assert thin([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) == [1, 2, 3, 5, 8]
     assert Candidate(4, True, None, 0.0).name == "micro-batch 4, activation checkpointing on"
+
+
+def test_the_fullest_micro_batch_of_joined_rows_has_the_most_tokens_not_the_longest_row(read):
+    """Among 300 steps, the last of which has 16 rows of 60 tokens, and all others after the first 100 one of 150."""
+    recipe = read("training.global_batch_size=16", "training.per_device_train_batch_size=4", "data.packing=true")
+    plan, order = build_plan(recipe, world_of(2, "cpu")), epoch_order(300 * 16, recipe.data_seed, 0)
+    lengths = [10] * len(order)
+    for place, row in enumerate(order):
+        if place >= 299 * 16:
+            lengths[row] = 60
+        elif place >= 100 * 16 and place % 16 == 0:
+            lengths[row] = 150
+    layout = lay_out(recipe, plan, lengths, find_steps(recipe, plan, lengths))
+    assert layout.shape == (1, 4 * 60) and set(layout.fullest) <= set(order[299 * 16 :])
+    assert layout.num_micro_batches == 2
 
 
 def test_files_for_clusters_say_that_the_number_is_open(read):

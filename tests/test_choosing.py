@@ -169,6 +169,20 @@ def test_a_measurement_leaves_the_model_as_it_was(build):
     assert torch.equal(rest_before[0], rest_after[0]) and rest_before[1:] == rest_after[1:]
 
 
+def test_what_was_too_large_when_measured_is_said_as_it_was(build, monkeypatch):
+    from tunebook.training.probing import Probe
+
+    too_much = Probe(seconds=1.0, peak_bytes=2**50)
+    monkeypatch.setattr(
+        "tunebook.training.choosing.probe", lambda able, *more: [too_much] * (len(able) - 1) + [Probe()]
+    )
+    reason = build().plan.choice["reason"]
+    assert "too little memory left for the optimizer, 1 not measured" in reason and "ran out" not in reason
+    ran_out = Probe(ran_out=True)
+    monkeypatch.setattr("tunebook.training.choosing.probe", lambda able, *more: [ran_out] * len(able))
+    assert "it needs the least; 4 out of memory" in build().plan.choice["reason"]
+
+
 def test_what_cannot_be_measured_is_said(build, monkeypatch):
     packed = build(packing=True).plan
     assert {one["per_device_train_batch_size"] for one in packed.choice["candidates"]} == {1, 2, 4, 8}

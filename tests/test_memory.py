@@ -12,9 +12,10 @@ import pytest
 from memory_cases import CASES, Case
 from tunebook.launching.world import world_of
 from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters, find_shape
-from tunebook.plan.memory import CUDA_CONTEXT_BYTES, GIB, Storage, Work, find_largest, predict_memory
+from tunebook.plan.memory import CUDA_CONTEXT_BYTES, GIB, find_largest, predict_memory
 from tunebook.plan.memory_plan import plan_memory
 from tunebook.plan.plan import build_plan
+from tunebook.plan.storage import Storage, Work
 from tunebook.recipe.reading import load_recipe
 
 GB = 1e9
@@ -131,7 +132,9 @@ def predicted_bytes(case: Case) -> int:
     shape = build_shape({"model_type": "qwen2", **case.shape}, "")
     assert shape is not None
     plan = replace(plan, max_length=case.length)
-    return plan_memory(recipe, plan, shape, None, None).planned.total
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tunebook.plan.memory_plan.LOGITS_AT_ONCE", case.logits_at_once)
+        return plan_memory(recipe, plan, shape, None, None).planned.total
 
 
 def measured_bytes(folder: Path, names: list[str]) -> dict[str, int]:
@@ -200,6 +203,33 @@ def test_what_costs_memory_costs_it_here(planned):
     assert sgd.planned.optimizer == 0 < base.optimizer
     single = planned(text.replace("bnb_4bit_use_double_quant: true", "bnb_4bit_use_double_quant: false")).planned
     assert single.constants == pytest.approx(base.constants * 3.94, rel=0.01)
+
+
+def test_what_an_adapter_has_beside_lora_is_counted(planned):
+    """On Qwen2.5-7B: its head has 545 million weights, all layers' down projections 1.9 billion."""
+    text = RECIPE + "lora: {r: 16}\n" + QUANTIZED
+    base, head, down = planned(text), 152064 * 3584, 28 * 18944 * 3584
+    whole = planned(text.replace("r: 16", "r: 16, modules_to_save: [lm_head]"))
+    assert whole.needed - base.needed > head * (4 + 4 + 8)
+    assert whole.planned.adapter - base.planned.adapter == 4 * head
+    skipped = planned(text.replace("4bit: true,", "4bit: true, llm_int8_skip_modules: [down_proj],"))
+    constants = 1 / 64 + 4 / 64 / 256
+    assert skipped.needed - base.needed == pytest.approx(down * (2 - 0.5 - constants), rel=1e-6)
+    dropped = planned(text.replace("r: 16", "r: 16, lora_dropout: 0.05")).kept.activations - base.kept.activations
+    inputs, kept_without = 6 * 3584 + 18944, 2 * 2 * 3584 + 2 * 18944
+    assert dropped == 4096 * 28 * (inputs * (2 + 1) - kept_without)
+    rows = planned(text.replace("dtype: bfloat16", "dtype: bfloat16, add_special_tokens: [<a>]"))
+    assert rows.planned.workspace + rows.planned.logits >= 2 * 2 * head + base.planned.logits / 3
+    assert planned(text.replace("r: 16", "r: 16, use_dora: true")).needed > 1.15 * base.needed
+
+
+def test_a_large_batch_of_the_evaluation_can_be_the_fullest(planned):
+    text = RECIPE.replace("max_length: 1024", "max_length: 1024, validation: 0.1") + "lora: {r: 16}\n" + QUANTIZED
+    base, large = planned(text), planned(text.replace("training: {", "training: {per_device_eval_batch_size: 64, "))
+    assert base.planned.moment != "evaluation" == large.planned.moment
+    assert large.planned.activations > 64 * 1024 * 3 * 2 * 18944 and large.planned.gradients == 0
+    none = text.replace("validation: 0.1", "validation: 0").replace("training: {", "training: {eval_strategy: 'no', ")
+    assert planned(none).needed == base.needed
 
 
 def test_padded_rows_need_no_mask_and_joined_ones_do(planned, monkeypatch):

@@ -21,7 +21,11 @@ PEER_ENDED = "another process of the group ended; the launcher names the one tha
 SECONDS_FOR_RANK_0 = 2.0
 SECONDS_FOR_FAILED_RANK = 2.5
 # torch has an error of its own for its allocator on a GPU, and none for a CPU.
-NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "cuda error: out of memory")
+NO_MEMORY = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "cuda error: out of memory",
+    # What its libraries and its driver say for it there are plain RuntimeErrors.
+    "cuda driver error: out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed",
+)  # fmt: skip
 LONGEST_SHOWN = 60
 
 

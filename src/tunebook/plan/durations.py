@@ -8,7 +8,7 @@ from typing import Any
 
 from tunebook.errors import Problem, Refused
 from tunebook.model.shapes import ModelShape
-from tunebook.plan.memory import count_linear_parameters, query_width
+from tunebook.plan.layer_memory import count_linear_parameters, query_width
 from tunebook.plan.plan import Plan
 from tunebook.runs.folder import read_summary
 

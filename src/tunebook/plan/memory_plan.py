@@ -1,36 +1,28 @@
 """What a recipe's run will need of memory: how tunebook keeps each number, and what fits on a GPU."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from tunebook.model.attention import kept_for_attention, spares_masks
-from tunebook.model.shapes import ModelShape, count_lora_parameters
+from tunebook.model.shapes import ModelShape
 from tunebook.plan.memory import (
     CONSTANTS_BLOCK,
     CUDA_CONTEXT_BYTES,
-    FLOAT32,
     GIB,
     LOGITS_AT_ONCE,
     QUANTIZED_BLOCK,
     Memory,
-    Storage,
-    Work,
     find_largest,
     predict_memory,
 )
+from tunebook.plan.optimizers import find_optimizer_bytes
 from tunebook.plan.plan import Plan
+from tunebook.plan.storage import BOOLEAN, FLOAT32, Storage, Work
+from tunebook.plan.trained_parts import TrainedParts, find_trained_parts, skipped_share
 from tunebook.recipe.schema import Recipe
 from tunebook.recipe.upstream import lora_keys
 
-# Bytes of state for each trained weight, and bytes that a step computes with: the beginning of an optimizer's name.
-# 8-bit states are blocks of 256 with a float32 scale for each of two moments; foreach updates take a root apart.
-OPTIMIZERS: Final[Mapping[str, tuple[float, float]]] = {
-    "adamw_torch_fused": (8, 0), "adamw_torch": (8, 4), "adamw_bnb_8bit": (2 + 8 / 256, 0), "adamw_8bit": (2.03, 0),
-    "paged_adamw_8bit": (2 + 8 / 256, 0), "paged_adamw": (8, 0), "adamw_apex_fused": (8, 0), "adafactor": (0, 8),
-    "sgd": (0, 0), "adagrad": (4, 4), "rmsprop": (4, 4), "lion_8bit": (1 + 4 / 256, 0), "paged_lion_8bit": (1.02, 0),
-    "lion": (4, 0), "paged_lion": (4, 0), "ademamix_8bit": (3 + 12 / 256, 0), "ademamix": (12, 0),
-}  # fmt: skip
 # Above this share of a GPU what the allocator cannot reuse may be missing at the end.
 TIGHT = 0.9
 LARGEST_TRIED = 512
@@ -90,16 +82,18 @@ def plan_memory(
     `fullest` tells the fullest micro-batch of the data; without it every row is taken to be as long as max_length.
     """
     assumed: list[str] = []
-    storage = storage_of(recipe, plan, shape, assumed)
+    on_gpu = plan.device_type == "cuda" or gpu_gib is not None
+    parts = _adapter_parts(recipe, shape, assumed)
+    storage = storage_of(recipe, plan, shape, parts, on_gpu, assumed)
     size_of: Fullest = fullest or (lambda rows: full_micro_batch(recipe, plan, rows))
     rows, length = size_of(plan.per_device_train_batch_size)
     taken = "the fullest micro-batch of the first epoch" if fullest else "every row as long as data.max_length"
-    work = work_of(recipe, plan, shape, (rows, length), assumed)
-    context = CUDA_CONTEXT_BYTES if plan.device_type == "cuda" or gpu_gib is not None else 0
+    work = work_of(recipe, plan, shape, parts, (rows, length))
+    context = CUDA_CONTEXT_BYTES if on_gpu else 0
     limit = None if gpu_gib is None else round(gpu_gib * GIB)
 
     def fits(size: int) -> bool:
-        there = work_of(recipe, with_micro_batch(recipe, plan, size), shape, size_of(size), [])
+        there = work_of(recipe, with_micro_batch(recipe, plan, size), shape, parts, size_of(size))
         return limit is not None and predict_memory(shape, storage, there).total + context <= limit
 
     largest = None if limit is None else find_largest(find_sizes(recipe, plan), fits)
@@ -132,76 +126,104 @@ def with_micro_batch(recipe: Recipe, plan: Plan, rows: int) -> Plan:
     return replace(plan, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
 
 
-def storage_of(recipe: Recipe, plan: Plan, shape: ModelShape, assumed: list[str]) -> Storage:
+def _adapter_parts(recipe: Recipe, shape: ModelShape, assumed: list[str]) -> TrainedParts | None:
+    """Return what an adapter trains, None for a full fine-tune."""
+    if recipe.lora is None:
+        return None
+    return find_trained_parts(shape, recipe.lora, _rank(recipe), len(recipe.model.add_special_tokens or ()), assumed)
+
+
+def _rank(recipe: Recipe) -> int:
+    return int((recipe.lora or {}).get("r") or lora_keys()["r"].default)
+
+
+def storage_of(  # noqa: PLR0913, PLR0917 - the last is filled
+    recipe: Recipe, plan: Plan, shape: ModelShape, parts: TrainedParts | None, on_gpu: bool, assumed: list[str]
+) -> Storage:
     """Return how this run keeps its numbers (model.py): what is trained in float32, the rest in the compute type."""
     compute = FLOAT32 if plan.compute_dtype == "float32" else 2
-    optimizer, step = count_optimizer_bytes(plan.optim, assumed)
-    quantized, constants = _quantization_bytes(recipe, shape)
-    is_full = recipe.lora is None
+    optimizer = find_optimizer_bytes(plan.optim, on_gpu, assumed)
+    quantized, constants = _quantization_bytes(recipe, shape, compute)
+    # What is trained is in float32: the embedding that the stream between layers begins with, and DoRA's magnitudes,
+    # after which 4-bit layers return what they were given.
+    has_dora = bool(recipe.lora and recipe.lora.get("use_dora"))
+    is_wide = parts is None or parts.embedding == "all" or (has_dora and quantized > 0)
     return Storage(
         compute=compute,
-        residual=FLOAT32 if is_full else compute,
+        residual=FLOAT32 if is_wide else compute,
         frozen=compute,
-        optimizer=optimizer,
-        step=step,
+        optimizer=optimizer.states,
+        step=optimizer.at_once,
+        step_of_largest=optimizer.of_largest,
         bucket=FLOAT32 if plan.world_size > 1 else 0,
         copies=compute if compute < FLOAT32 else 0,
         quantized=quantized,
         constants=constants,
         dequantized=compute if quantized else 0,
         # Under autocast each layer converts its float32 input for itself; 4-bit layers take the compute type as it is.
-        converts_inputs=compute < FLOAT32 and not quantized,
+        converts_inputs=compute < FLOAT32 and (is_wide or not quantized),
+        mask=BOOLEAN if on_gpu else (compute if quantized else FLOAT32),
+        gives_float32=is_wide and quantized > 0,
     )
 
 
-def work_of(recipe: Recipe, plan: Plan, shape: ModelShape, micro_batch: tuple[int, int], assumed: list[str]) -> Work:
+def work_of(
+    recipe: Recipe, plan: Plan, shape: ModelShape, parts: TrainedParts | None, micro_batch: tuple[int, int]
+) -> Work:
     """Return what is trained, on a micro-batch given as rows and tokens of each; joined ones are a single row."""
     rows, length = micro_batch
-    adapter, rank = None, 0
-    if recipe.lora is not None:
-        rank = recipe.lora.get("r") or lora_keys()["r"].default
-        adapter = count_lora_parameters(shape, recipe.lora, rank)
-        if adapter is None:
-            adapter = count_lora_parameters(shape, {}, rank)
-            assumed.append("the adapter is counted as one on all linear layers")
+    lora = recipe.lora or {}
     chosen = "eager" if shape.model_type == "gemma2" else "sdpa"  # transformers: no sdpa with softcap
     attention = recipe.model.attn_implementation or chosen
     joined = recipe.data.packing and plan.per_device_train_batch_size > 1
     spared = not recipe.compiles and spares_masks(shape.shares_keys, plan.device_type, plan.compute_dtype)
     kept = kept_for_attention(attention, shape, length, joined=joined, spared=spared)
+    evaluated, evaluated_length = _evaluation_batch(recipe, plan, length)
     return Work(
         rows=rows,
         length=length,
-        adapter=adapter,
-        rank=rank,
+        adapter=None if parts is None else parts.number,
+        rank=0 if parts is None else _rank(recipe),
         checkpointing=plan.activation_checkpointing,
         keeps_gradients=plan.gradient_accumulation_steps > 1,
         masked=kept.masked,
         repeats_keys=kept.repeats_keys,
         eager_attention=attention == "eager",
         logits_at_once=LOGITS_AT_ONCE if recipe.batch.fused_loss == "auto" and not recipe.compiles else None,
+        parts=parts,
+        dropout=bool(lora.get("lora_dropout")),
+        dora=bool(lora.get("use_dora")),
+        evaluated=evaluated,
+        evaluated_length=evaluated_length,
     )
 
 
-def count_optimizer_bytes(name: str, assumed: list[str]) -> tuple[float, float]:
-    """Return an optimizer's bytes of state for each trained weight, and those that a step computes with."""
-    known = [beginning for beginning in OPTIMIZERS if name.startswith(beginning)]
-    if not known:
-        assumed.append(f"the states of {name} are counted as AdamW's")
-        return OPTIMIZERS["adamw_torch"]
-    return OPTIMIZERS[max(known, key=len)]
+def _evaluation_batch(recipe: Recipe, plan: Plan, length: int) -> tuple[int, int]:
+    """Return rows and tokens of the evaluation's batches, with rows as long as those of the fullest micro-batch."""
+    if not recipe.data.validation:
+        return 0, 0
+    rows = int(recipe.arguments.get("per_device_eval_batch_size", plan.per_device_train_batch_size))
+    if not recipe.data.packing:
+        return rows, length
+    return 1, rows * length // plan.per_device_train_batch_size
 
 
-def _quantization_bytes(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
-    """Return bytes per weight and bytes of constants per weight (bitsandbytes; Dettmers et al. 2023, section 3)."""
+def _quantization_bytes(recipe: Recipe, shape: ModelShape, compute: float) -> tuple[float, float]:
+    """Return bytes per weight and bytes of constants per weight (bitsandbytes; Dettmers et al. 2023, section 3).
+
+    Both are means over the layers, some of which the recipe may leave in the compute type.
+    """
     given = recipe.quantization
     if given is None:
         return 0, 0
     if not given.get("load_in_4bit"):
-        return 1, FLOAT32 / shape.hidden_size  # a float32 scale for each row of a weight
-    if given.get("bnb_4bit_use_double_quant"):
-        return 0.5, 1 / QUANTIZED_BLOCK + FLOAT32 / QUANTIZED_BLOCK / CONSTANTS_BLOCK
-    return 0.5, FLOAT32 / QUANTIZED_BLOCK
+        quantized, constants = 1.0, FLOAT32 / shape.hidden_size  # a float32 scale for each row of a weight
+    elif given.get("bnb_4bit_use_double_quant"):
+        quantized, constants = 0.5, 1 / QUANTIZED_BLOCK + FLOAT32 / QUANTIZED_BLOCK / CONSTANTS_BLOCK
+    else:
+        quantized, constants = 0.5, FLOAT32 / QUANTIZED_BLOCK
+    skipped = skipped_share(shape, given.get("llm_int8_skip_modules") or [])
+    return quantized * (1 - skipped) + compute * skipped, constants * (1 - skipped)
 
 
 def find_sizes(recipe: Recipe, plan: Plan) -> list[int]:

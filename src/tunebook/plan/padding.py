@@ -74,7 +74,7 @@ class Layout:
     """Micro-batches of one size as the run will have them, by row numbers, and the mean positions of a step.
 
     `shape` are rows and tokens of the longest of the `fullest`, and `usual_share` the positions of the `usual` one in
-    those of a mean micro-batch.
+    those of a mean micro-batch. A step of a process has `num_micro_batches`.
     """
 
     fullest: tuple[int, ...]
@@ -82,14 +82,19 @@ class Layout:
     usual: tuple[int, ...]
     usual_share: float
     positions: float
+    num_micro_batches: int
 
 
 def find_steps(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows of the first steps, and of the steps with the longest rows."""
+    """Return the rows of the first steps, and of the steps with the longest rows, or of most tokens if rows are joined.
+
+    Rows that are joined make a micro-batch as long as they are together.
+    """
     order, whole = epoch_order(len(lengths), recipe.data_seed, 0), plan.global_batch_size
     steps = [order[start : start + whole] for start in range(0, len(order), whole)]
     usual, others = steps[:USUAL_STEPS], steps[USUAL_STEPS:]
-    return usual + sorted(others, key=lambda rows: max(lengths[row] for row in rows))[-LONGEST_STEPS:]
+    size_of = sum if recipe.data.packing else max
+    return usual + sorted(others, key=lambda rows: size_of(lengths[row] for row in rows))[-LONGEST_STEPS:]
 
 
 class _Steps(WholeLayout):
@@ -122,4 +127,5 @@ def lay_out(recipe: Recipe, plan: Plan, lengths: Sequence[int], steps: Sequence[
         usual=tuple(real[usual]),
         usual_share=positions[usual] / mean,
         positions=mean * of_usual / min(len(steps), USUAL_STEPS),
+        num_micro_batches=plan.gradient_accumulation_steps,
     )

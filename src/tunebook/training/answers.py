@@ -1,5 +1,6 @@
 """Greedy answers of the model to held-out prompts, and how many are right word for word."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,13 +28,15 @@ def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote and the limit are optio
     compute_dtype: str,
     vote: StopVote | None = None,
     most_tokens: int = MAX_ANSWER_TOKENS,
+    most_positions: float = math.inf,
 ) -> list[str]:
     """Return the model's answer to each of `data.examples`, in order, on every process.
 
     Each process of the world answers its share; the adapter is used as it stands, without sampling and without the
     base's own generation settings, and an answer ends at `data.stop_token_id`, at the tokenizer's end token or after
-    `most_tokens`. The model is left in the mode it was found in. With a vote, StopAgreed is raised on all of them after
-    a signal.
+    `most_tokens`. Prompts that are answered together have at most `most_positions` with their answers: a run passes the
+    positions of its micro-batch, for which there is memory. The model is left in the mode it was found in. With a vote,
+    StopAgreed is raised on all of them after a signal.
     """
     examples = data.examples
     stops, room = stop_ids(tokenizer, data.stop_token_id), answer_room(tokenizer, examples, most_tokens)
@@ -42,7 +45,8 @@ def greedy_answers(  # noqa: PLR0913, PLR0917 - the vote and the limit are optio
     prompts = [example.prompt_ids for example in share]
     answers = [""] * len(share)
     with answering(model, getattr(torch, compute_dtype)) as bare_model:
-        for places, max_new_tokens in batches_by_length(prompts, ANSWER_BATCH_SIZE, room, limits_of(bare_model.config)):
+        limits = limits_of(bare_model.config)
+        for places, max_new_tokens in batches_by_length(prompts, ANSWER_BATCH_SIZE, room, limits, most_positions):
             if vote is not None and vote.is_asked and not world.shards:
                 break
             asked = [prompts[place] for place in places]

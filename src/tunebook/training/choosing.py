@@ -5,6 +5,7 @@ A run that goes on in its folder keeps what was chosen for it, as long as recipe
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,12 @@ from tunebook.launching.world import World
 from tunebook.model.attention import find_position_problems
 from tunebook.model.shapes import find_shape
 from tunebook.plan.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, say_origin
-from tunebook.plan.memory import CUDA_CONTEXT_BYTES, FLOAT32, GIB
+from tunebook.plan.memory import CUDA_CONTEXT_BYTES, GIB
 from tunebook.plan.memory_limit import VARIABLE, find_limit, name_limit
-from tunebook.plan.memory_plan import TIGHT, count_optimizer_bytes
+from tunebook.plan.memory_plan import TIGHT
+from tunebook.plan.optimizers import find_optimizer_bytes
 from tunebook.plan.plan import Plan
+from tunebook.plan.storage import FLOAT32
 from tunebook.plan.table import build_console
 from tunebook.recipe.schema import Recipe
 from tunebook.system.hardware import name_hardware
@@ -103,7 +106,7 @@ def choose(  # noqa: PLR0913, PLR0917 - each is a part of what is chosen for
     measured = [one for one in outcomes if one.tokens_per_second is not None]
     if measured:
         best = max(measured, key=lambda one: one.tokens_per_second or 0).candidate
-    elif is_measured:  # memory ran out each time
+    elif is_measured:  # none had memory enough
         best = min(able, key=lambda one: (one.needed or 0, one.micro_batch, -one.checkpointing))
     else:
         best = able[0]
@@ -156,17 +159,25 @@ def _agree(  # noqa: PLR0913, PLR0917 - each is a part of what is compared
 
 
 def _state_bytes(model: Any, plan: Plan) -> int:
-    """Return what training holds on a GPU beside what a probe allocates: optimizer states, DDP's copies, context."""
+    """Return what training holds on a GPU beside what a probe allocates: optimizer states, DDP's copies, context.
+
+    Not what the optimizer computes with: activations are gone by then, and the plan has held that moment against the
+    limit.
+    """
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    states, step = count_optimizer_bytes(plan.optim, [])
-    return CUDA_CONTEXT_BYTES + int(trained * (states + step + (FLOAT32 if plan.world_size > 1 else 0)))
+    states = find_optimizer_bytes(plan.optim, True, []).states
+    return CUDA_CONTEXT_BYTES + int(trained * (states + (FLOAT32 if plan.world_size > 1 else 0)))
 
 
 def _explain(best: Candidate, outcomes: Sequence[Outcome], is_compiled: bool | None) -> str:
     measured = sorted((one for one in outcomes if one.tokens_per_second), key=lambda one: -(one.tokens_per_second or 0))
     if not measured:
-        why = "the only one that fits" if len(outcomes) == 1 else "memory ran out in all that were measured"
-        return f"{best.name}: {'by memory alone, since the model is compiled' if is_compiled else why}"
+        if is_compiled:
+            return f"{best.name}: by memory alone, since the model is compiled"
+        if len(outcomes) == 1:
+            return f"{best.name}: the only one that fits"
+        counted = Counter(one.why_not for one in outcomes)
+        return f"{best.name}: it needs the least; {', '.join(f'{count} {why}' for why, count in counted.items())}"
     fastest = f"{measured[0].tokens_per_second:,.0f} trained tokens/s"
     if len(measured) == 1:
         return f"{best.name}: {fastest}, the only one measured"

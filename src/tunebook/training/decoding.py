@@ -1,6 +1,7 @@
 """Answers in batches: padded on the left, each ended by its own stop token, the same text whatever shares its batch."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -57,10 +58,15 @@ def limits_of(model_config: Any) -> Limits:
 
 
 def batches_by_length(
-    prompts: Sequence[Sequence[int]], batch_size: int, max_new_tokens: int, limits: Limits
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    max_new_tokens: int,
+    limits: Limits,
+    most_positions: float = math.inf,
 ) -> Iterator[Batch]:
     """Yield batches of prompts of like length, the shortest first.
 
+    A batch of several has at most `most_positions`: its rows times the longest prompt and what an answer may have.
     A prompt near the end of the model's positions shares a batch only with those that have the same room left, so that
     what an answer may have depends on its own prompt alone. Every prompt must be shorter than `limits.positions`.
     """
@@ -72,8 +78,12 @@ def batches_by_length(
     by_length = sorted(range(len(prompts)), key=lengths.__getitem__)
     for (room, alone), group in groupby(by_length, key=lambda place: (rooms[place], is_alone[place])):
         places, size = list(group), 1 if alone else batch_size
-        for start in range(0, len(places), size):
-            yield Batch(places[start : start + size], room)
+        while places:
+            count = 1
+            while count < min(size, len(places)) and (count + 1) * (lengths[places[count]] + room) <= most_positions:
+                count += 1
+            yield Batch(places[:count], room)
+            places = places[count:]
 
 
 def write_batch(  # noqa: PLR0913, PLR0917 - how it is drawn and where it is shown are optional

@@ -176,7 +176,9 @@ def measure_held_out(trainer: Training, run: ReadyRun) -> HeldOut:
 
 def answer_held_out(trainer: Training, run: ReadyRun) -> list[str]:
     """Return the model's answers to the held-out prompts, on every process."""
-    return greedy_answers(trainer.model, run.tokenizer, run.data, run.world, run.plan.compute_dtype, trainer.vote)
+    plan, data, vote = run.plan, run.data, trainer.vote
+    most = plan.per_device_train_batch_size * plan.max_length
+    return greedy_answers(trainer.model, run.tokenizer, data, run.world, plan.compute_dtype, vote, most_positions=most)
 
 
 def complete_summary(
