@@ -228,16 +228,16 @@ def llamafactory(contest: Contest, out: Path) -> list[str]:
 
 
 OURS, BY_HAND = "finetune.py", "train_ddp.py"
-TRL, TRL_REBALANCED = "trl sft", "SFTTrainer, batch_rebalance"
+TRL, TRL_REBALANCED, LIGHTNING = "trl sft", "SFTTrainer, batch_rebalance", "Lightning, DDP"
 CONTESTANTS: dict[str, Callable[[Contest, Path], list[str]]] = {
     OURS: finetune,
     BY_HAND: by_hand,
     TRL: trl_sft,
     TRL_REBALANCED: trl_rebalanced,
-    "Lightning, DDP": lightning,
+    LIGHTNING: lightning,
     "LLaMA-Factory": llamafactory,
 }
-NEEDS = {TRL: "trl", TRL_REBALANCED: "trl", "Lightning, DDP": "lightning", "LLaMA-Factory": "llamafactory"}
+NEEDS = {TRL: "trl", TRL_REBALANCED: "trl", LIGHTNING: "lightning", "LLaMA-Factory": "llamafactory"}
 
 
 def launched(command: list[str], out: Path, num_processes: int = NUM_PROCESSES) -> list[str]:
