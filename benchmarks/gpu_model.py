@@ -1,9 +1,14 @@
 """A model of any size with random weights, NF4 and LoRA, made on the device itself: nothing is downloaded or saved."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
+
+from tunebook.system.quiet import quiet_libraries
+from tunebook.training.batches import tensors_of
+from tunebook.training.head_loss import HeadLoss
 
 RANK = 16
 LORA: dict[str, Any] = {"r": RANK, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -34,8 +39,10 @@ def quantize(model: Any, device: str, dtype: torch.dtype) -> Any:
 
     from tunebook.model.model import keep_4bit_weights
 
-    layers = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and name != "lm_head"]
-    for name, layer in layers:
+    # Their names alone: a list of the layers would keep every weight that was replaced.
+    names = [name for name, one in model.named_modules() if type(one) is nn.Linear and name != "lm_head"]
+    for name in names:
+        layer = model.get_submodule(name)
         given = {"compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": True, "device": "meta"}
         quantized = bnb.nn.Linear4bit(layer.in_features, layer.out_features, layer.bias is not None, **given)
         quantized.weight = bnb.nn.Params4bit(
@@ -54,7 +61,8 @@ def add_adapter(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    adapted = get_peft_model(model, LoraConfig(**LORA, init_lora_weights="gaussian"))
+    with quiet_libraries():
+        adapted = get_peft_model(model, LoraConfig(**LORA, init_lora_weights="gaussian"))
     for name, weight in adapted.named_parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
@@ -75,3 +83,16 @@ def dequantized(model: Any, shape: dict[str, Any], device: str) -> Any:
         values = held.data if state is None else bnb.functional.dequantize_4bit(held.data, state)
         weight.data.copy_(values.float().reshape(weight.shape))
     return plain
+
+
+def apply_liger(base: Any) -> None:
+    """Put Liger's norms, rotation and MLP into a model and into its module in transformers, for good."""
+    liger = import_module("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_qwen2(model=base, fused_linear_cross_entropy=False)
+
+
+def mean_loss(model: Any, head_loss: HeadLoss, micro_batch: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
+    """Return the mean loss of a micro-batch, as finetune.py computes it."""
+    inputs, targets = tensors_of(micro_batch, device), tensors_of(micro_batch["targets"], device)
+    with torch.autocast(device.partition(":")[0], dtype=dtype, enabled=dtype != torch.float32):
+        return head_loss.sums(model, inputs, targets).loss / micro_batch["num_trained_tokens"]
