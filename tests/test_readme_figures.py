@@ -114,3 +114,17 @@ def test_loss_memory():
     pieces = result_of("loss_memory.json")["100% of tokens trained"]["pieces"]
     shown = figures_in(cells_of("loss of")[1])
     check("loss in pieces", "loss_memory.json", shown, [pieces["memory_of_plain"], pieces["times_plain"]])
+
+
+def test_packing():
+    found = result_of("packing_speed.json")
+    [text] = re.findall(r"packed rows trained at (.*?) of the speed of padded ones, at micro-batches of (.*?) \(", TEXT)
+    sizes = figures_in(text[1])
+    values = [found[f"micro-batch {size}"]["times_padded"] for size in sizes]
+    check(f"packing at {text[1]}", "packing_speed.json", figures_in(text[0]), values)
+    measured = [name for name in found if name.startswith("micro-batch")]
+    assert [f"micro-batch {size}" for size in sizes] == measured, f"packing_speed.json holds {measured}"
+    ratios = [ratio for name in measured for ratio in found[name]["least_to_most"]]
+    [around] = re.findall(r"single rounds lie between (.*?), on a machine .*? load average was ([\d.]+)\)", TEXT)
+    values = [min(ratios), max(ratios), found["machine"]["load_average"][0]]
+    check("packing, least, most and load", "packing_speed.json", figures_in(" ".join(around)), values)
