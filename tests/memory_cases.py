@@ -62,7 +62,7 @@ DEEP |= {"num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings"
 # Logits are most of what it needs.
 WORDY = {**DEEP, "num_hidden_layers": 2, "vocab_size": 32768}
 NARROW, TIED = {"hidden_size": 64, "intermediate_size": 256}, {"tie_word_embeddings": True}
-FEW = {"num_hidden_layers": 3}
+FEW = {"num_hidden_layers": 2}
 R16 = {"r": 16, "lora_alpha": 16}
 OFF, ON = {"activation_checkpointing": False}, {"activation_checkpointing": True}
 ALL_LOGITS = {"batch": {"fused_loss": "off"}}

@@ -1,6 +1,7 @@
 """Greedy answers: what the weights say, in order, whatever the batch, the mode and the base's own settings."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from tiny_training import STOP, TinyExample, build_base, build_data, build_recipe, plan_of
 from tunebook.launching.world import World
 from tunebook.model.model import build_model
-from tunebook.training import answers, decoding
+from tunebook.training import answers, decoding, outcome
 from tunebook.training.answers import ANSWER_MARGIN_TOKENS, greedy_answers, num_exact_matches
 
 pytestmark = pytest.mark.slow
@@ -73,6 +74,15 @@ def test_answers_take_no_more_positions_than_they_may(model, tokenizer, monkeypa
     taken.clear()
     greedy_answers(model, tokenizer, data, World(), "float32", most_positions=1)
     assert [rows for rows, _ in taken] == [1] * 10, "each alone, for want of less"
+
+
+def test_a_run_answers_within_the_positions_of_its_micro_batch(monkeypatch):
+    given = {}
+    monkeypatch.setattr(outcome, "greedy_answers", lambda *words, **named: given.update(named) or [])
+    plan = SimpleNamespace(per_device_train_batch_size=3, max_length=50, compute_dtype="float32")
+    run = SimpleNamespace(plan=plan, tokenizer=None, data=None, world=World())
+    outcome.answer_held_out(SimpleNamespace(model=None, vote=None), run)
+    assert given == {"most_positions": 150}
 
 
 def test_an_answer_ends_at_the_stop_token(model, tokenizer):

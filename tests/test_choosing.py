@@ -183,6 +183,20 @@ def test_what_was_too_large_when_measured_is_said_as_it_was(build, monkeypatch):
     assert "it needs the least; 4 out of memory" in build().plan.choice["reason"]
 
 
+def test_what_the_optimizer_computes_with_is_not_added_to_a_peak_before_it(build, monkeypatch):
+    from tunebook.plan.memory import CUDA_CONTEXT_BYTES
+    from tunebook.training.probing import Probe
+
+    monkeypatch.setenv(VARIABLE, "1")
+    model = build(per_device_train_batch_size=2).model
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    room = int(TIGHT * GIB) - CUDA_CONTEXT_BYTES - 8 * trained  # two moments in float32
+    for peak, said in ((room, "trained tokens/s"), (room + 1, "too little memory left for the optimizer")):
+        probe = Probe(seconds=1.0, peak_bytes=peak)
+        monkeypatch.setattr("tunebook.training.choosing.probe", lambda able, *more, one=probe: [one] * len(able))
+        assert said in build(optim="adamw_torch").plan.choice["reason"]
+
+
 def test_what_cannot_be_measured_is_said(build, monkeypatch):
     packed = build(packing=True).plan
     assert {one["per_device_train_batch_size"] for one in packed.choice["candidates"]} == {1, 2, 4, 8}

@@ -162,14 +162,14 @@ def test_peak_of_real_training_on_the_cpu_in_every_way(tmp_path):
 
 @pytest.fixture
 def planned(tmp_path):
-    def plan(text: str, num_processes: int = 1, gpu: float | None = 24, fullest=None):
+    def plan(text: str, num_processes: int = 1, gpu: float | None = 24, fullest=None, longest=0):
         path = tmp_path / "case.yaml"
         path.write_text(text)
         recipe = load_recipe(str(path))
         made = build_plan(recipe, world_of(num_processes, "cuda"))
         shape = find_shape(recipe.model.name_or_path)
         assert shape is not None
-        return plan_memory(recipe, made, shape, fullest, gpu)
+        return plan_memory(recipe, made, shape, fullest, gpu, longest)
 
     return plan
 
@@ -228,6 +228,8 @@ def test_a_large_batch_of_the_evaluation_can_be_the_fullest(planned):
     base, large = planned(text), planned(text.replace("training: {", "training: {per_device_eval_batch_size: 64, "))
     assert base.planned.moment != "evaluation" == large.planned.moment
     assert large.planned.activations > 64 * 1024 * 3 * 2 * 18944 and large.planned.gradients == 0
+    short = planned(text.replace("training: {", "training: {per_device_eval_batch_size: 64, "), longest=512)
+    assert short.planned.activations == large.planned.activations / 2, "rows are no longer than the longest"
     none = text.replace("validation: 0.1", "validation: 0").replace("training: {", "training: {eval_strategy: 'no', ")
     assert planned(none).needed == base.needed
 

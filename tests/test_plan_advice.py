@@ -47,10 +47,11 @@ QLORA = "quantization: {load_in_4bit: true}\n"
 def whole(tmp_path):
     """Return the whole plan of a Qwen2.5-7B recipe for 1,000 unknown rows."""
 
-    def make(gpu, sections="lora: {}\n", model="Qwen/Qwen2.5-7B", length=1024, **training):
+    def make(gpu, sections="lora: {}\n", model="Qwen/Qwen2.5-7B", length=1024, held_out=0, **training):
         path = tmp_path / "case.yaml"
         settings = {"num_train_epochs": 1, "per_device_train_batch_size": 4, **training}
-        text = f"model: {{name_or_path: {model}}}\ndata: {{path: a/b, max_length: {length}}}\n{sections}"
+        data = {"path": "a/b", "max_length": length, "validation": held_out}
+        text = f"model: {{name_or_path: {model}}}\ndata: {json.dumps(data)}\n{sections}"
         path.write_text(f"{text}training: {json.dumps(settings)}\n")
         recipe = load_recipe(str(path))
         plan = with_rows(build_plan(recipe, world_of(1, "cuda"), run_dir=str(tmp_path)), 1000, 0.0, "--rows")
@@ -88,6 +89,12 @@ def test_a_smaller_micro_batch_comes_first_and_shorter_rows_last(whole):
     assert fixes[1:] == ["training.activation_checkpointing: true", "a smaller data.max_length"]
     [warning] = warnings_of(whole("24", per_device_train_batch_size=1, length=32768, activation_checkpointing=True))
     assert "does not fit" in warning.message and warning.fix == "Set a smaller data.max_length"
+
+
+def test_an_evaluation_that_does_not_fit_is_not_blamed_on_training(whole):
+    [warning] = warnings_of(whole("24", held_out=0.1, per_device_eval_batch_size=256))
+    assert "does not fit" in warning.message and "for the evaluation" in warning.message
+    assert warning.fix == f"Set a smaller {warning.key}" and warning.key == "training.per_device_eval_batch_size"
 
 
 def test_a_gpu_by_name_gives_an_upper_bound_where_rows_are_unknown(whole):

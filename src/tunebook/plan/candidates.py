@@ -71,7 +71,7 @@ def find_candidates(
         layout = None if lay_out is None else lay_out(there)
         positions = float(plan.global_batch_size * plan.max_length) if layout is None else layout.positions
         fullest = full_micro_batch(recipe, plan, size) if layout is None else layout.shape
-        bytes_of = _predict(recipe, there, shape, fullest, gpu_gib)
+        bytes_of = _predict(recipe, there, shape, fullest, gpu_gib, 0 if lengths is None else max(lengths))
         starts = starting * plan.world_size * there.gradient_accumulation_steps
         found += [
             Candidate(size, way, bytes_of.get(way), PASSES[way] * (positions + starts) / plan.world_size, layout)
@@ -127,12 +127,17 @@ def thin(sizes: Sequence[int]) -> list[int]:
     return kept
 
 
-def _predict(
-    recipe: Recipe, plan: Plan, shape: ModelShape | None, fullest: tuple[int, int], gpu_gib: float | None
+def _predict(  # noqa: PLR0913, PLR0917 - what the plan of memory takes
+    recipe: Recipe,
+    plan: Plan,
+    shape: ModelShape | None,
+    fullest: tuple[int, int],
+    gpu_gib: float | None,
+    longest: int,
 ) -> dict[bool, int]:
     if shape is None:
         return {}
-    memory = plan_memory(recipe, plan, shape, lambda rows: fullest, gpu_gib)
+    memory = plan_memory(recipe, plan, shape, lambda rows: fullest, gpu_gib, longest)
     return {True: memory.checkpointed.total + memory.context, False: memory.kept.total + memory.context}
 
 

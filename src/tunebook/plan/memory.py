@@ -1,15 +1,16 @@
 """How much memory one training process needs, by part, from the model's shape alone.
 
 A process holds what stays for the whole run (weights, quantisation constants, adapter, optimizer states, the copies of
-the gradients that DDP reduces) and what comes and goes. Six moments can be the fullest:
+the gradients that DDP reduces) and what comes and goes. Seven moments can be the fullest:
 
 - the loss: the stored activations of all layers, and the logits; of a head that is trained, its gradient as well;
 - the last layer's backward: the same activations, and the gradients inside one layer;
 - the first layer's backward: all gradients, and the activations and their gradients of one layer;
 - the embedding's backward: all gradients, and once more that of an embedding that is trained in part or is the head;
 - the optimizer's step: all gradients, and what the optimizer computes with;
-- the evaluation: what one layer makes of all tokens of a batch, and their logits. Answers keep within the tokens of a
-  training micro-batch, and need less.
+- the evaluation: what one layer makes of all tokens of a batch. Answers keep within the positions of a micro-batch,
+  which takes as much in training;
+- the loss of the evaluation: the hidden states of a batch, and the logits.
 
 `predict_memory` adds up each and returns the largest. Every term is a count of numbers times the bytes each has; the
 counts come from the shape, the bytes from how a program keeps its numbers (`Storage`). No constant was fitted.
@@ -118,8 +119,8 @@ def find_moments(
     logits, at_loss = count_loss_bytes(shape, storage, work, trained)
     copied = storage.compute if parts.embedding == "rows" else storage.gradient
     again_table = table * copied if parts.embedding == "rows" or (shape.tied_embeddings and parts.head == "all") else 0
-    evaluated = work.evaluated * work.evaluated_length * count_evaluation_bytes(shape, storage, work)
-    of_evaluation = count_logit_bytes(shape, storage, work, work.evaluated * work.evaluated_length)
+    evaluated = work.evaluated * work.evaluated_length
+    of_layer = evaluated * count_evaluation_bytes(shape, storage, work)
     in_step = trained * storage.step + parts.largest * storage.step_of_largest
     return {
         "loss": (kept, work.tokens * (stored + around) + weights, logits, at_loss),
@@ -127,35 +128,54 @@ def find_moments(
         "first layer": (gradients, work.tokens * (layer + factors + mask) + whole, 0.0, used),
         "embedding": (gradients, 0.0, 0.0, again_table),
         "optimizer step": (gradients, 0.0, 0.0, in_step),
-        "evaluation": (0.0, evaluated, of_evaluation, used),
+        "evaluation": (0.0, of_layer, 0.0, used),
+        "loss of the evaluation": (0.0, *count_evaluation_loss_bytes(shape, storage, work, evaluated), 0.0),
     }
 
 
 def count_loss_bytes(shape: ModelShape, storage: Storage, work: Work, trained: int) -> tuple[float, float]:
     """Return the bytes of logits at the loss, and of what autocast and a trained head hold or make beside them.
 
-    A head that is trained makes its gradient when one of the three that the logits take is left. In float32 that of a
-    further piece is there beside the sum; in a narrower type the sum is, and then its float32 form.
+    autocast keeps its copies until the forward ends, and after it those are left that the backward needs: the head's,
+    and without activation checkpointing all. A trained head makes its gradient when one of the three that the logits
+    take is left. In float32 that of a further piece is there beside the sum; in a narrower type the sum is, and then
+    its float32 form.
     """
-    parts, table = parts_of(shape, work), shape.vocab_size * shape.hidden_size
-    linears = count_linear_parameters(shape) + table
-    copies = (linears if work.adapter is None else trained) * storage.copies
+    head, table = parts_of(shape, work).head, shape.vocab_size * shape.hidden_size
     logits = count_logit_bytes(shape, storage, work, work.tokens)
-    gradient = copied = 0.0
-    if parts.head == "rows":
-        gradient = copied = table * storage.compute
-    elif parts.head == "all":
+    copies = (count_linear_parameters(shape) + table if work.adapter is None else trained) * storage.copies
+    merged = gradient = of_head = 0.0
+    if head == "rows":
+        gradient = merged = table * storage.compute
+    elif head == "all":
         in_pieces = work.logits_at_once is not None and work.tokens * shape.vocab_size > work.logits_at_once
         further = storage.compute if storage.compute < FLOAT32 else FLOAT32 * in_pieces
-        gradient = table * (storage.gradient + further)
-    return logits, copies + copied + max(0.0, gradient - 2 / 3 * logits)
+        gradient, of_head = table * (storage.gradient + further), table * storage.copies
+    left = of_head if work.checkpointing else copies
+    return logits, merged + max(copies, left + gradient - 2 / 3 * logits)
+
+
+def count_evaluation_loss_bytes(shape: ModelShape, storage: Storage, work: Work, tokens: int) -> tuple[float, float]:
+    """Return the bytes of hidden states and logits of so many tokens, without gradients.
+
+    The logits are there as they are made, in float32 where that is another type, and as the log-softmax.
+    """
+    states = tokens * shape.hidden_size * (storage.residual + storage.compute)
+    narrow = storage.compute if storage.compute < FLOAT32 else 0
+    return states, _logit_tokens(shape, work, tokens) * shape.vocab_size * (narrow + 2 * storage.loss)
+
+
+def _logit_tokens(shape: ModelShape, work: Work, tokens: int) -> int:
+    """Return of how many tokens the logits are made at once."""
+    at_once = tokens if work.logits_at_once is None else max(1, work.logits_at_once // shape.vocab_size)
+    return min(tokens, at_once)
 
 
 def count_logit_bytes(shape: ModelShape, storage: Storage, work: Work, tokens: int) -> float:
     """Return the bytes that the logits of so many tokens take at the fullest moment of the loss."""
     kept = storage.compute if storage.loss_chunks > 1 else 0
-    at_once = tokens if work.logits_at_once is None else max(1, work.logits_at_once // shape.vocab_size)
-    return min(tokens, at_once) * shape.vocab_size * (kept + 3 * storage.loss / storage.loss_chunks)
+    of_each = kept + 3 * storage.loss / storage.loss_chunks
+    return _logit_tokens(shape, work, tokens) * shape.vocab_size * of_each
 
 
 def find_largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

@@ -74,41 +74,44 @@ class MemoryPlan:
         return {**found, "needed": self.needed, "fits": self.fits}
 
 
-def plan_memory(
-    recipe: Recipe, plan: Plan, shape: ModelShape, fullest: Fullest | None, gpu_gib: float | None
+def plan_memory(  # noqa: PLR0913, PLR0917 - what the data is like is optional
+    recipe: Recipe, plan: Plan, shape: ModelShape, fullest: Fullest | None, gpu_gib: float | None, longest: int = 0
 ) -> MemoryPlan:
     """Return the predicted memory of a process of this plan.
 
     `fullest` tells the fullest micro-batch of the data; without it every row is taken to be as long as max_length.
+    `longest` is its longest row (0: not known), which a batch of the evaluation can hold whatever the fullest
+    micro-batch is.
     """
     assumed: list[str] = []
     on_gpu = plan.device_type == "cuda" or gpu_gib is not None
     parts = _adapter_parts(recipe, shape, assumed)
     storage = storage_of(recipe, plan, shape, parts, on_gpu, assumed)
     size_of: Fullest = fullest or (lambda rows: full_micro_batch(recipe, plan, rows))
-    rows, length = size_of(plan.per_device_train_batch_size)
-    taken = "the fullest micro-batch of the first epoch" if fullest else "every row as long as data.max_length"
-    work = work_of(recipe, plan, shape, parts, (rows, length))
+    longest = min(longest or plan.max_length, plan.max_length)
     context = CUDA_CONTEXT_BYTES if on_gpu else 0
     limit = None if gpu_gib is None else round(gpu_gib * GIB)
 
-    def fits(size: int) -> bool:
-        there = work_of(recipe, with_micro_batch(recipe, plan, size), shape, parts, size_of(size))
-        return limit is not None and predict_memory(shape, storage, there).total + context <= limit
+    def work_at(size: int) -> Work:
+        return work_of(recipe, with_micro_batch(recipe, plan, size), shape, parts, size_of(size), longest)
 
-    largest = None if limit is None else find_largest(find_sizes(recipe, plan), fits)
+    def needed_by(work: Work) -> int:
+        return predict_memory(shape, storage, work).total + context
+
+    work = work_at(plan.per_device_train_batch_size)
+    sizes = [] if limit is None else find_sizes(recipe, plan)
     return MemoryPlan(
         checkpointed=predict_memory(shape, storage, replace(work, checkpointing=True)),
         kept=predict_memory(shape, storage, replace(work, checkpointing=False)),
         activation_checkpointing=plan.activation_checkpointing,
-        rows=rows,
-        length=length,
-        taken=taken,
+        rows=work.rows,
+        length=work.length,
+        taken="the fullest micro-batch of the first epoch" if fullest else "every row as long as data.max_length",
         context=context,
         assumed=tuple(assumed),
         gpu_bytes=limit,
-        largest_rows=largest,
-        least=predict_memory(shape, storage, replace(work, rows=1, length=1, checkpointing=True)).total + context,
+        largest_rows=find_largest(sizes, lambda size: needed_by(work_at(size)) <= (limit or 0)),
+        least=needed_by(replace(work, rows=1, length=1, evaluated=0, checkpointing=True)),
     )
 
 
@@ -167,8 +170,13 @@ def storage_of(  # noqa: PLR0913, PLR0917 - the last is filled
     )
 
 
-def work_of(
-    recipe: Recipe, plan: Plan, shape: ModelShape, parts: TrainedParts | None, micro_batch: tuple[int, int]
+def work_of(  # noqa: PLR0913, PLR0917 - each is a part of what is worked on
+    recipe: Recipe,
+    plan: Plan,
+    shape: ModelShape,
+    parts: TrainedParts | None,
+    micro_batch: tuple[int, int],
+    longest: int,
 ) -> Work:
     """Return what is trained, on a micro-batch given as rows and tokens of each; joined ones are a single row."""
     rows, length = micro_batch
@@ -178,7 +186,7 @@ def work_of(
     joined = recipe.data.packing and plan.per_device_train_batch_size > 1
     spared = not recipe.compiles and spares_masks(shape.shares_keys, plan.device_type, plan.compute_dtype)
     kept = kept_for_attention(attention, shape, length, joined=joined, spared=spared)
-    evaluated, evaluated_length = _evaluation_batch(recipe, plan, length)
+    evaluated, evaluated_length = _evaluation_batch(recipe, plan, length, longest)
     return Work(
         rows=rows,
         length=length,
@@ -198,14 +206,15 @@ def work_of(
     )
 
 
-def _evaluation_batch(recipe: Recipe, plan: Plan, length: int) -> tuple[int, int]:
-    """Return rows and tokens of the evaluation's batches, with rows as long as those of the fullest micro-batch."""
+def _evaluation_batch(recipe: Recipe, plan: Plan, length: int, longest: int) -> tuple[int, int]:
+    """Return rows and tokens of the evaluation's batches: in the data's order, padded to the longest row.
+
+    Joined rows are a single one, each as long as those that are joined in a micro-batch of `length` tokens.
+    """
     if not recipe.data.validation:
         return 0, 0
     rows = int(recipe.arguments.get("per_device_eval_batch_size", plan.per_device_train_batch_size))
-    if not recipe.data.packing:
-        return rows, length
-    return 1, rows * length // plan.per_device_train_batch_size
+    return (1, rows * length // plan.per_device_train_batch_size) if recipe.data.packing else (rows, longest)
 
 
 def _quantization_bytes(recipe: Recipe, shape: ModelShape, compute: float) -> tuple[float, float]:
@@ -242,6 +251,11 @@ def find_memory_warnings(memory: MemoryPlan, recipe: Recipe, plan: Plan) -> list
     if memory.least > memory.gpu_bytes:
         message = "a process does not fit: weights, gradients and optimizer alone need "
         return [(f"{message}{memory.least / GIB:.1f} {gpu}", *_fix_of_weights(recipe))]
+    what = "does not fit: it needs" if memory.needed > memory.gpu_bytes else "fits with little to spare: it needs"
+    message = f"a process {what} {memory.needed / GIB:.1f} {gpu}"
+    if "evaluation" in memory.planned.moment and "per_device_eval_batch_size" in recipe.arguments:
+        key = "training.per_device_eval_batch_size"
+        return [(f"{message}, for the evaluation", f"Set a smaller {key}", key)]
     fixes, key = [], "training.per_device_train_batch_size"
     rows = plan.per_device_train_batch_size
     if memory.largest_rows and memory.largest_rows < rows:
@@ -251,8 +265,7 @@ def find_memory_warnings(memory: MemoryPlan, recipe: Recipe, plan: Plan) -> list
     if not memory.activation_checkpointing and memory.checkpointed.total < memory.kept.total:
         fixes.append("training.activation_checkpointing: true")
     fixes.append("a smaller data.max_length")
-    what = "does not fit: it needs" if memory.needed > memory.gpu_bytes else "fits with little to spare: it needs"
-    return [(f"a process {what} {memory.needed / GIB:.1f} {gpu}", f"Set {', or '.join(fixes)}", key)]
+    return [(message, f"Set {', or '.join(fixes)}", key)]
 
 
 def _fix_of_weights(recipe: Recipe) -> tuple[str, str]:

@@ -116,7 +116,8 @@ def complete_plan(recipe: Recipe, plan: Plan, command: Command, refused: Sequenc
         unknown.append(f"memory: the shape of {recipe.model.name_or_path} is not known here")
     else:
         fullest = data.fullest if data else None
-        memory = plan_memory(recipe, plan, shape, fullest, gpu.memory_gib if gpu else None)
+        longest = data.report.length_max if data else 0
+        memory = plan_memory(recipe, plan, shape, fullest, gpu.memory_gib if gpu else None, longest)
         findings += [
             Finding("warning", message, fix, key) for message, fix, key in find_memory_warnings(memory, recipe, plan)
         ]
