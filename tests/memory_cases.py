@@ -95,6 +95,9 @@ CASES = {
     "rows of tokens, tied": Case(WORDY | TIED, 4, 256, R16 | {"trainable_token_indices": [7]}, arguments=ON),
     "dora": Case(WIDE, 2, 256, R16 | {"use_dora": True}, arguments=ON),
     "dora, qlora, activations kept": Case(WIDE | FEW, 4, 256, R16 | {"use_dora": True}, NF4, arguments=OFF),
+    "dora, qlora, dropout, activations kept": Case(
+        WIDE | FEW, 2, 128, R16 | {"use_dora": True, "lora_dropout": 0.05}, NF4, arguments=OFF
+    ),
     "qlora, layers left unquantised": Case(
         WIDE, 2, 256, R16, NF4 | {"llm_int8_skip_modules": ["down_proj", "up_proj"]}, arguments=ON
     ),

@@ -59,14 +59,15 @@ def _eager_score_bytes(shape: ModelShape, storage: Storage) -> float:
 
 
 def count_evaluation_bytes(shape: ModelShape, storage: Storage, work: Work) -> float:
-    """Return the bytes per token of a layer without gradients: what comes in, and the fuller of its two halves.
+    """Return the bytes per token of a layer without gradients: its input, that of its second half, and what that takes.
 
-    MLP: silu(gate), and up, of which LoRA has three copies for a moment. Eager attention: the scores twice.
+    The second input is there as it is and normed. MLP: silu(gate), and up, of which LoRA has three copies for a moment.
+    Eager attention: the scores twice.
     """
     mlp = inner_width(shape) * storage.outputs * (3 if work.adapter is None else 4)
     scores = 2 * shape.num_heads * work.evaluated_length * _eager_score_bytes(shape, storage)
     fullest = max(mlp, scores) if work.eager_attention else mlp
-    return shape.hidden_size * (storage.residual + storage.compute) + fullest
+    return shape.hidden_size * (2 * storage.residual + storage.compute) + fullest
 
 
 def count_mask_bytes(storage: Storage, work: Work) -> float:

@@ -105,7 +105,7 @@ def find_moments(
     after_head = max(kept, table * storage.gradient if parts.head == "all" else 0)
     layer = count_layer_activation_bytes(shape, storage, work)
     whole = sum(inputs * outputs for inputs, outputs in parts.widths) * storage.compute
-    whole *= work.dora and work.dropout and storage.compute < FLOAT32
+    whole *= work.dora and work.dropout and (storage.quantized > 0 or storage.compute < FLOAT32)
     stored = shape.num_layers * (shape.hidden_size * storage.residual if work.checkpointing else layer)
     weights = whole if work.checkpointing else shape.num_layers * whole
     # The last norm and its output, and the mask that all layers were given.
