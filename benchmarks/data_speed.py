@@ -24,7 +24,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from machine import cpu_name as cpu_name  # noqa: PLC0414  # others take it from here, too
 from machine import where_and_when
 
 HERE = Path(__file__).resolve().parent
