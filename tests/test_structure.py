@@ -15,6 +15,7 @@ ORDER = [
     "system",
     "system.secret_text",
     "errors",
+    "system.collection",
     "system.quiet",
     "system.hardware",
     "system.signals",

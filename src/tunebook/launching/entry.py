@@ -21,6 +21,7 @@ from tunebook.errors import (
 )
 from tunebook.launching.command_line import Command, read_command
 from tunebook.launching.refusal import exit_refused
+from tunebook.system.collection import put_off_collection
 from tunebook.system.signals import wait_for_signal, watch_signals
 
 
@@ -32,6 +33,7 @@ def run_rank(story: Callable[[Command], None]) -> None:
     checkpoint was saved in it.
     """
     watch_signals()
+    put_off_collection()
     try:
         story(read_command(sys.argv[1:], f"{story.__name__}.py"))
     except Refused as refused:

@@ -14,13 +14,12 @@ from tunebook.plan.arithmetic import counted
 from tunebook.plan.memory_limit import read_said
 from tunebook.plan.plan import Plan, build_plan, with_rows, with_split
 from tunebook.plan.table import build_console, print_notes, render_plan
-from tunebook.plan.whole_plan import WholePlan, complete_plan, find_missing
-from tunebook.plan.whole_plan_text import show_whole_plan
 from tunebook.recipe.schema import Recipe
 from tunebook.system.places import is_local_data
 
 if TYPE_CHECKING:
     from tunebook.data.prepare import PreparedData
+    from tunebook.plan.whole_plan import WholePlan
 
 
 def plan_without_data(recipe: Recipe, world: World, run_dir: str | None) -> Plan:
@@ -96,6 +95,8 @@ def show_plan(recipe: Recipe, command: Command) -> None:
 
     Raises Refused, after it is printed, with what would make training refuse.
     """
+    from tunebook.plan.whole_plan import complete_plan, find_missing  # reads data; not for a recipe with mistakes
+
     # Nothing is asked of the Hub, which may be out of reach; what this machine has of it is found all the same.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     world = _planned_world(recipe, command)
@@ -116,8 +117,10 @@ def show_plan(recipe: Recipe, command: Command) -> None:
     whole.refuse_errors()
 
 
-def _print_plan(whole: WholePlan, as_json: bool) -> None:
+def _print_plan(whole: "WholePlan", as_json: bool) -> None:
     """Print the plan; where standard output takes no more, raise TrainingFailed with the reason."""
+    from tunebook.plan.whole_plan_text import show_whole_plan
+
     try:
         if as_json:
             json.dump(whole.as_dict(), sys.stdout, indent=1)

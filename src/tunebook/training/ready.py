@@ -20,6 +20,7 @@ from tunebook.plan.plan import Plan
 from tunebook.plan.table import build_console, print_notes
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.past import by_key
+from tunebook.system.collection import collect_as_usual
 from tunebook.training.agreement import check_same_start
 from tunebook.training.arguments import build_training_arguments, check_schedule
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, Rows, build_train_batches, join_rows, pad_right
@@ -62,6 +63,7 @@ def build_run(  # noqa: PLR0913, PLR0917 - what a run is made of
     What a recipe leaves open (`auto`) is chosen here, or kept where the run in the folder is gone on with (`goes_on`).
     Raises TrainingFailed on the rank that has no memory for the model.
     """
+    collect_as_usual()
     wall = Stopwatch()
     wall.start()
     check_same_start(start_facts(recipe, plan, data))
