@@ -177,6 +177,8 @@ def test_both_programs_of_ours_are_measured_and_their_losses_agree(tmp_path):
     words = [
         "--rounds",
         "1",
+        "--pairs",
+        "1",
         "--steps",
         "3",
         "--contests",
