@@ -131,9 +131,13 @@ def parted(folder: Path, world: World) -> Finding:
     found: Finding = {}
 
     def disturb(model: Any, step: int) -> None:
-        if step == 3 and world.rank == world.num_processes - 1:
-            name = sorted(trained_parameters(model))[3]
-            flat = trained_parameters(model)[name].data.view(-1)
+        if step != 3:
+            return
+        name = sorted(trained_parameters(model))[3]
+        flat = trained_parameters(model)[name].data.view(-1)
+        # Of a number whose exponent the next step changes, the last bit may be rounded away; of this one it is not.
+        flat[0] = 0.75
+        if world.rank == world.num_processes - 1:
             flat[0] = torch.nextafter(flat[0], torch.tensor(9.0))
             found["tensor"] = name
 
