@@ -233,6 +233,7 @@ def test_an_error_costs_one_setting_on_a_gpu_and_ends_a_tiny_run(bench, small, m
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_liger_is_gone_from_the_settings_after_it_also_where_it_failed(bench, small, monkeypatch):
     from dataclasses import replace
 
@@ -260,6 +261,7 @@ def test_liger_is_gone_from_the_settings_after_it_also_where_it_failed(bench, sm
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's, of itself
+@pytest.mark.long
 def test_a_compiled_setting_is_compiled_or_says_why_not(bench, small, monkeypatch):
     import time
     from dataclasses import replace
