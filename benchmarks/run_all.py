@@ -18,7 +18,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -195,29 +195,29 @@ def without_places(text: str) -> str:
     return re.sub(rf"{re.escape(gettempdir())}/[^/'\" ]+", "FOLDER", text)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number from a command line, and refuses a smaller one than `least`."""
+
+    def read(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise argparse.ArgumentTypeError(f"{word} is no whole number from {least} on")
+        return int(word)
+
+    return read
+
+
 def read_arguments() -> argparse.Namespace:
     """Return the command line; the files that are needed are there."""
     contests = [f"{size}, {method}" for size in (LARGER, TINY) for method in ("LoRA", "QLoRA")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
-    parser.add_argument("--rounds", type=int, default=5, choices=range(1, 100), metavar="N")
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        default=10,
-        choices=range(1, 100),
-        metavar="N",
-        help="rounds of finetune.py and train_ddp.py, which are closest",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=4,
-        choices=range(2, 10_000),
-        metavar="N",
-        help="of a run; ten times as many of the tiny model",
-    )
+    for name, default, least, said in (
+        ("--rounds", 5, 1, "by turns, of all"),
+        ("--pairs", 10, 1, "rounds of finetune.py and train_ddp.py, which are closest"),
+        ("--steps", 4, 2, "of a run; ten times as many of the tiny model"),
+    ):
+        parser.add_argument(name, type=at_least(least), default=default, metavar="N", help=said)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder that the results go to")
     parser.add_argument(
         "--contests",

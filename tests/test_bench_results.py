@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from contest import Run, launched
 from padding_share import broken_promises
 from results_table import broken_ratios, median_interval, promised, ratio_rows, ratios_of, render
-from run_all import differences, goes_with
+from run_all import differences, goes_with, read_arguments
 
 WHERE = {
     "date": "2026-01-02",
@@ -156,6 +156,19 @@ def test_the_page_has_the_table_and_what_was_not_kept():
     assert "All promises are kept" in render({**found, "broken_promises": []})
     assert "commit 0123456789; load average 0.1 before and 2.0 after" in page
     assert "All train 7 numbers (float32, gradient float32) by AdamW (lr 0.001, fused True):" in page
+
+
+@pytest.mark.parametrize("words", [("--rounds", "0"), ("--pairs", "many"), ("--steps", "1"), ("--steps", "-3")])
+def test_a_number_that_measures_nothing_is_refused_in_one_line(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_all.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        read_arguments()
+    assert ended.value.code == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith(f"{words[1]} is no whole number from {1 + (words[0] == '--steps')} on")
+    )
 
 
 def test_a_contest_of_the_same_day_stays_where_the_code_is_the_same():

@@ -11,9 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2ForCausalLM
 
-from tiny_training import build_base, build_data
-from training_scenarios import logged_losses, run_of
-from tunebook.launching.process_group import start_process_group, stop_process_group
+from tiny_training import build_data
+from training_scenarios import compiling_alone, logged_losses, run_of
 from tunebook.launching.world import World
 from tunebook.training.batches import pad_right, tensors_of
 from tunebook.training.head_loss import HeadLoss
@@ -31,11 +30,8 @@ WAYS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    start_process_group(World())
-    build_base(tmp_path / "base")
-    yield tmp_path
-    torch.compiler.reset()
-    stop_process_group()
+    with compiling_alone(tmp_path):
+        yield tmp_path
 
 
 def losses_at_rate_0(folder, size, **recipe):

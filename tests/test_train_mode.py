@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny_training import LORA, build_base, build_data
-from training_scenarios import run_of
-from tunebook.launching.process_group import start_process_group, stop_process_group
+from tiny_training import LORA, build_data
+from training_scenarios import compiling_alone, run_of
 from tunebook.launching.world import World
 from tunebook.model.adapter import adapter_tensors
 from tunebook.runs.checkpoints import check_whole
@@ -30,11 +29,8 @@ RECIPE = {
 
 @pytest.fixture
 def folder(tmp_path):
-    start_process_group(World())
-    build_base(tmp_path / "base")
-    yield tmp_path
-    torch.compiler.reset()
-    stop_process_group()
+    with compiling_alone(tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture

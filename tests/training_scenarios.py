@@ -7,19 +7,34 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tiny_training import NF4, TinyData, build_data, build_recipe, plan_of
+from tiny_training import NF4, TinyData, build_base, build_data, build_recipe, plan_of
 from tunebook.launching.process_group import start_process_group, stop_process_group
 from tunebook.launching.world import World, read_world
 
 Finding = dict[str, Any]
 # Conditions of exactness: float32, a rate of at most 1e-3, no dropout, few steps, a ragged tail (21 rows in eights).
 EPOCHS = 3
+
+
+@contextmanager
+def compiling_alone(folder: Path) -> Iterator[None]:
+    """Make a base in `folder`/base and a process group of one; what was compiled meanwhile is forgotten after it."""
+    import torch
+
+    start_process_group(World())
+    build_base(folder / "base")
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+        stop_process_group()
 
 
 def run_of(folder: Path, world: World, name: str, data: TinyData, compute_dtype: str = "float32", **recipe: Any) -> Any:

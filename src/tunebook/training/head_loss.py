@@ -24,8 +24,8 @@ from tunebook.training.row_masks import attention_of, known_rows, spares_masks_o
 # What the head gives in the look at a model: far enough out for a cap on logits (30 in Gemma 2) to show.
 LARGEST_PROBED = 100.0
 ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 1e-2}
-# Gradients made before the backward do not yet have its factors, which keep small ones above float16's smallest number,
-# 6e-8: less than the share of one token in a vocabulary of 152,064. A power of 2, which rounds nothing.
+# What a gradient made with the loss is multiplied by until the backward brings its own factors, a loss scaler's among
+# them: float16 takes shares of a token below 3e-8 for 0, and many such pull as one. A power of 2, which rounds nothing.
 ROOM_BELOW = 2.0**6
 After = Callable[[Any], Any]
 
