@@ -9,12 +9,15 @@ An all-reduce of G bytes over N processes in a ring moves 2 (N - 1) / N x G thro
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
 
-from tunebook.errors import Refused
+from tunebook.errors import EXIT_REFUSED, Problem, Refused
 from tunebook.launching.world import world_of
 from tunebook.model.shapes import find_shape
 from tunebook.plan.durations import read_gpu, step_seconds_of
+from tunebook.plan.memory import GIB
+from tunebook.plan.memory_plan import plan_memory, with_micro_batch
 from tunebook.plan.plan import build_plan
 from tunebook.plan.storage import FLOAT32
 from tunebook.recipe.reading import load_recipe
@@ -44,17 +47,52 @@ class Step:
 
 
 def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> Step:
-    """Return the step in which each process has `rows` rows of `tokens` tokens."""
-    size = math.gcd(rows, 8)
+    """Return the step in which each process has `rows` rows of `tokens` tokens.
+
+    Raises Refused, naming what is not known: the shape of the model, what is trained of it, or the rate of the GPU.
+    """
+    size, known = math.gcd(rows, 8), read_gpu(gpu)
     batch = (f"training.global_batch_size={processes * rows}", f"training.per_device_train_batch_size={size}")
-    recipe = load_recipe(path, batch)
-    plan, shape = build_plan(recipe, world_of(processes, "cuda")), find_shape(recipe.model.name_or_path)
-    if shape is None or plan.trainable_parameters is None:
-        raise SystemExit(f"{recipe.model.name_or_path}: its shape is not known here")
-    seconds = step_seconds_of(shape, plan, processes * rows * tokens, tokens, read_gpu(gpu))
+    recipe = load_recipe(path, (*batch, "training.gradient_accumulation_steps=null"))
+    plan = build_plan(recipe, world_of(processes, "cuda"))
+    shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
+    if shape is None:
+        fix = "Give a model of facts/models.json, or a folder with its config.json"
+        raise Refused(Problem(f"the shape of {recipe.model.name_or_path} is not known here", fix, path))
+    if plan.trainable_parameters is None:
+        why = plan.origins["trainable_parameters"]
+        raise Refused(
+            Problem(
+                f"how many parameters are trained is not known: {why}",
+                "Take out what is not counted beforehand, such as use_dora",
+                path,
+                "lora",
+            )
+        )
+    seconds = step_seconds_of(shape, plan, processes * rows * tokens, tokens, known)
     if seconds is None:
-        raise SystemExit(f"--gpu {gpu}: its rate is not known; give a name, such as h100")
+        raise Refused(Problem(f"the rate of {gpu!r} is not known", "Give a name, such as h100", "--gpu"))
     return Step(processes, rows, seconds, plan.trainable_parameters * FLOAT32)
+
+
+def find_unfit(path: str, tokens: int, gpu: str) -> str | None:
+    """Return what one row takes of a process of several where the GPU does not hold that, or None."""
+    recipe, known = load_recipe(path), read_gpu(gpu)
+    plan, shape = build_plan(recipe, world_of(8, "cuda")), find_shape(recipe.model.name_or_path, recipe.model.revision)
+    assert shape is not None, "the steps have been planned"
+    one_row = with_micro_batch(recipe, plan, 1)
+    memory = plan_memory(recipe, one_row, shape, lambda _: (1, tokens), known.memory_gib, tokens)
+    takes = f"one row of {tokens} tokens takes {memory.needed / GIB:.1f} GiB of each process"
+    return None if memory.fits else f"note: {gpu} has {known.memory_gib:g} GiB, and {takes}"
+
+
+def rows_of(path: str) -> int:
+    """Return the rows of one optimizer step of a recipe; where it tells them by process, those of one process."""
+    recipe = load_recipe(path)
+    of_one = [
+        recipe.arguments.get(name) or 1 for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    ]
+    return recipe.batch.global_batch_size or math.prod(of_one)
 
 
 def render_table(steps: list[Step]) -> str:
@@ -86,15 +124,19 @@ def main() -> None:
     parser.add_argument("--tokens-per-row", type=positive_number, default=128, help="105 in Alpaca's mean")
     given = parser.parse_args()
     try:
-        rows = load_recipe(given.recipe).batch.global_batch_size or 64
+        rows = rows_of(given.recipe)
         each = max(1, rows // 8)
         dealt = [processes for processes in PROCESSES if rows % processes == 0]
         same = [plan_step(given.recipe, one, rows // one, given.tokens_per_row, given.gpu) for one in dealt]
         grown = [plan_step(given.recipe, one, each, given.tokens_per_row, given.gpu) for one in PROCESSES]
+        unfit = find_unfit(given.recipe, given.tokens_per_row, given.gpu)
     except Refused as refused:
-        raise SystemExit(str(refused)) from refused
+        print(refused, file=sys.stderr)
+        raise SystemExit(EXIT_REFUSED) from refused
     print(f"The global batch stays at {rows} rows, and the adapter the same:\n\n{render_table(same)}\n")
     print(f"Each process keeps {each} rows, and the global batch grows:\n\n{render_table(grown)}")
+    if unfit:
+        print(unfit, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ def typed(*words):
     return subprocess.run([sys.executable, SCRIPT, *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("recipe", ["qwen7b_qlora", "qwen7b_full"])
-def test_the_tables_are_current(recipe):
-    shown = typed(f"recipes/{recipe}.yaml")
-    assert shown.returncode == 0, shown.stderr
+@pytest.mark.parametrize(("recipe", "gpu"), [("qwen7b_qlora", "h100"), ("qwen7b_full", "h200")])
+def test_the_tables_are_current_and_for_gpus_that_hold_it(recipe, gpu):
+    shown = typed(f"recipes/{recipe}.yaml", "--gpu", gpu)
+    assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.strip() in (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
@@ -46,7 +46,34 @@ def test_the_all_reduce_of_two_moves_the_gradient_once_through_each_link():
     assert Step(1, 1, 1.0, 10**9).reduce_seconds(1e9, 1) == 0
 
 
-def test_what_cannot_be_computed_is_said(tmp_path):
-    assert "give a name" in typed("recipes/qwen7b_qlora.yaml", "--gpu", "24").stderr
-    refused = typed("recipes/none.yaml")
-    assert refused.returncode != 0 and "Traceback" not in refused.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recipes/qwen7b_qlora.yaml", "--gpu", "24"], "the rate of '24' is not known"),
+        (["recipes/none.yaml"], "no such recipe"),
+        (["recipes/qwen7b_qlora.yaml", "--tokens-per-row", "0"], "--tokens-per-row"),
+        (["DORA"], "how many parameters are trained is not known: "),
+        (["UNKNOWN"], "the shape of org/unknown is not known here"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_computed_is_said(tmp_path, words, said):
+    dora = "model: {name_or_path: Qwen/Qwen2.5-7B}\nlora: {r: 16, use_dora: true}\ndata: {path: org/rows}\n"
+    (tmp_path / "dora.yaml").write_text(dora)
+    (tmp_path / "unknown.yaml").write_text(dora.replace("Qwen/Qwen2.5-7B", "org/unknown"))
+    places = {"DORA": tmp_path / "dora.yaml", "UNKNOWN": tmp_path / "unknown.yaml"}
+    refused = typed(*(places.get(word, word) for word in words))
+    assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_what_does_not_fit_on_the_gpu_is_noted():
+    shown = typed("recipes/qwen7b_full.yaml", "--gpu", "h100")
+    assert shown.returncode == 0 and shown.stderr.startswith("note: h100 has 80 GiB, and one row of 128 tokens takes ")
+
+
+def test_rows_that_are_told_by_process_are_those_of_one(tmp_path):
+    (tmp_path / "pair.yaml").write_text(
+        "model: {name_or_path: Qwen/Qwen2.5-7B}\nlora: {r: 16}\ndata: {path: org/rows}\n"
+        "training: {per_device_train_batch_size: 4, gradient_accumulation_steps: 6}\n"
+    )
+    assert "stays at 24 rows" in typed(tmp_path / "pair.yaml").stdout
