@@ -84,20 +84,21 @@ def _decide(recipe: Recipe, plan: Plan, identity: Identity, fresh: bool) -> Star
     problems = find_differences(begun.identity, identity, plan.run_dir)
     if problems:
         raise Refused(problems)
+    restore_earlier(folder / "checkpoints")
+    needs_best = bool(recipe.arguments.get("load_best_model_at_end"))
+    checkpoint, skipped = find_newest(folder / "checkpoints", needs_best)
+    if checkpoint is None:
+        # Nothing of the earlier one is left in it, so what differs needs no word.
+        again = f"no whole checkpoint in {folder}: the unfinished run there starts again from step 0"
+        return Start(identity, None, True, (*skipped, again))
+    _check_length(plan, checkpoint)
     notes = find_taken_over(begun.settings, taken_over(recipe, plan), random_settings(recipe))
     for key in SCHEDULE:
         before, now = begun.identity.get(key), identity.get(key)
         if before != now:
             before, now = (json.dumps(value).removesuffix(".0") for value in (before, now))
             notes.append(f"{key}: {now}, was {before}; the adapter is not that of a run planned so from its start")
-    restore_earlier(folder / "checkpoints")
-    needs_best = bool(recipe.arguments.get("load_best_model_at_end"))
-    checkpoint, skipped = find_newest(folder / "checkpoints", needs_best)
     notes += skipped
-    if checkpoint is None:
-        notes.append(f"no whole checkpoint in {folder}: the unfinished run there starts again from step 0")
-        return Start(identity, None, True, tuple(notes))
-    _check_length(plan, checkpoint)
     notes.append(f"going on from {checkpoint.folder}, after step {checkpoint.step} of {plan.num_optimizer_steps}")
     return Start(identity, checkpoint, True, tuple(notes))
 
