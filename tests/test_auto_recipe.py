@@ -13,7 +13,7 @@ from tunebook.model.shapes import find_shape
 from tunebook.plan.arithmetic import DECIDED_AT_START
 from tunebook.plan.candidates import Candidate, explain_no_fit, find_candidates, keep_fitting, thin
 from tunebook.plan.memory import GIB
-from tunebook.plan.memory_limit import VARIABLE, find_limit, free_bytes
+from tunebook.plan.memory_limit import VARIABLE, find_limit, free_bytes, name_limit
 from tunebook.plan.memory_plan import TIGHT
 from tunebook.plan.padding import find_steps, lay_out
 from tunebook.plan.plan import build_plan
@@ -179,6 +179,9 @@ def test_files_for_clusters_say_that_the_number_is_open(read):
 def test_the_limit_is_what_is_said_or_a_share_of_what_is_free(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1.5")
     assert find_limit(World()) == 1.5 * GIB
+    assert name_limit(World(device_type="cuda"), GIB) == "on the smallest GPU", "which has less than is allowed"
+    for device in ("cuda", "cpu"):
+        assert name_limit(World(device_type=device), 3 * GIB // 2) == f"allowed by {VARIABLE}"
     for wrong in ("much", "0", "-1", "nan", "inf"):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(Refused) as refused:

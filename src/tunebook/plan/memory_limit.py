@@ -43,9 +43,9 @@ def read_said() -> int | None:
     return round(number * GIB)
 
 
-def name_limit(world: World) -> str:
-    """Return what the limit is, for messages: `12.00 GiB are ...`."""
-    if os.environ.get(VARIABLE, "").strip():
+def name_limit(world: World, limit: int) -> str:
+    """Return what the limit in bytes is, for messages: `12.00 GiB are ...`."""
+    if read_said() == limit:
         return f"allowed by {VARIABLE}"
     return "on the smallest GPU" if world.device_type == "cuda" else "free for each process"
 

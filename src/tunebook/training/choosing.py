@@ -1,6 +1,7 @@
 """`auto`: micro-batch and activation checkpointing chosen by memory and by a measurement, the same on all ranks.
 
-A run that goes on in its folder keeps what was chosen for it, as long as recipe, world and memory are the same.
+A run that goes on in its folder keeps what was chosen for it, as long as recipe, number of processes, hardware and
+TUNEBOOK_MEMORY_GIB are the same: what else a machine does meanwhile does not count.
 """
 
 import json
@@ -83,7 +84,7 @@ def open_options(recipe: Recipe, plan: Plan, world: World, data: PreparedData, g
         found = find_candidates(recipe, plan, shape, list(data.train["length"]))
         fitting = keep_fitting(found, limit)
         if not fitting:
-            raise Refused(explain_no_fit(found, limit, name_limit(world)))
+            raise Refused(explain_no_fit(found, limit, name_limit(world, limit)))
     too_large = tuple(one for one in found if one not in fitting)
     return Options(plan, tuple(fitting), too_large, limit)
 
@@ -111,7 +112,7 @@ def choose(  # noqa: PLR0913, PLR0917 - each is a part of what is chosen for
     else:
         best = able[0]
     reason = _explain(best, outcomes, arguments.torch_compile)
-    reason += f"; {limit / GIB:.2f} GiB are {name_limit(world)}"
+    reason += f"; {limit / GIB:.2f} GiB are {name_limit(world, limit)}"
     record = {
         "made_for": _made_for(recipe, plan),
         "reason": reason,
