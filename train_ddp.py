@@ -79,8 +79,7 @@ def train_recipe(recipe: Recipe, command: Command) -> None:
         start = find_start(recipe, plan, world, tokenizer, data, command.fresh)
         run = build_run(recipe, plan, world, tokenizer, data, start.keep)
         with hold_run_folder(run.plan, recipe, world, start.identity, start.keep):
-            result = train(run)
-    show_result(result, plan, world)
+            show_result(train(run), plan, world)
 
 
 @contextmanager
@@ -269,6 +268,7 @@ class Loop:
             # Sums are added over ranks, never means: then neither batch size nor process count shows in the result.
             total, num_right, num_labels = sum_over_processes([total, num_right, num_labels], self.world.device)
         self.evaluated = self.state.global_step, total / max(num_labels, 1)
+        check_finite(self.evaluated[1], self.state.global_step, None)
         self.progress.log(eval_loss=self.evaluated[1], eval_token_accuracy=num_right / max(num_labels, 1))
         return self.evaluated[1]
 

@@ -41,11 +41,15 @@ def count_right(logits: Any, labels: Any) -> Any:
     return ((logits[:, :-1].argmax(dim=-1) == targets) & (targets != IGNORED_LABEL)).sum()
 
 
-def check_finite(loss: float, step: int, rate: float) -> None:
-    """Raise TrainingFailed when a loss, which is the same on every process, is no number any more."""
+def check_finite(loss: float, step: int, rate: float | None) -> None:
+    """Raise TrainingFailed when a loss, which is the same on every process, is no number any more.
+
+    `rate` is the learning rate of the step, None where the loss is that of held-out rows.
+    """
     if not math.isfinite(loss):
-        what = f"the loss became {loss} at or before step {step} (learning rate {rate:.3g})"
-        raise TrainingFailed(f"{what}. {DIVERGED_ADVICE}")
+        which = "held-out loss" if rate is None else "loss"
+        at = "" if rate is None else f" (learning rate {rate:.3g})"
+        raise TrainingFailed(f"the {which} became {loss} at or before step {step}{at}. {DIVERGED_ADVICE}")
 
 
 def check_weights_finite(model: Any) -> None:

@@ -138,7 +138,7 @@ class RecipeTrainer(ResumableTrainer):
         Raises TrainingFailed, on every process alike, when the loss is no number any more.
         """
         for name in ("loss", "eval_loss"):
-            check_finite(logs.get(name, 0.0), self.state.global_step, logs.get("learning_rate", float("nan")))
+            check_finite(logs.get(name, 0.0), self.state.global_step, logs.get("learning_rate"))
         if "loss" in logs and (pace := self.pace.read()) is not None:
             logs["tokens_per_second"] = pace
         super().log(logs, start_time)
