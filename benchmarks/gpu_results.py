@@ -14,30 +14,21 @@ from gpu_model import RANK
 from gpu_settings import Setting
 from tunebook.model.attention import kept_for_attention
 from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters
-from tunebook.plan.durations import operations_per_token, read_gpu
+from tunebook.plan.durations import find_gpu, operations_per_token, read_gpu
 from tunebook.plan.memory import CONSTANTS_BLOCK, GIB, LOGITS_AT_ONCE, QUANTIZED_BLOCK, predict_memory
 from tunebook.plan.storage import FLOAT32, Storage, Work
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "flash-attn", "tunebook")
-MAKERS = {"nvidia", "geforce", "rtx", "tesla"}
-# GPUs by their own names, and what may stand beside that at the same rate. Anything else may mean another: PCIe and NVL
-# for an H100 (756 and 835 TFLOP/s, of 989), a MIG slice, Ti, a laptop's.
-BESIDE = {
-    "h200": set(), "h100": {"80gb", "hbm3"}, "a100": {"pcie", "sxm", "sxm4", "40gb", "80gb"}, "l40s": set(),
-    "a6000": set(), "4090": set(), "3090": set(), "5090": set(), "a10": set(), "l4": set(), "t4": set(),
-}  # fmt: skip
 COLUMNS = {
     "tokens/s": "tokens_per_second", "of the GPU's rate": "share_of_rate", "peak GiB": "peak_bytes",
     "planned": "planned_bytes", "planned / peak": "planned_of_peak",
 }  # fmt: skip
 
 
-def find_rate(name: str) -> float | None:
+def find_rate(own_name: str) -> float | None:
     """Return the 16-bit rate of a GPU in TFLOP/s by its own name, or None where it is not known for certain."""
-    words = set(name.lower().replace("-", " ").split()) - MAKERS
-    return next(
-        (read_gpu(one).tflops for one, beside in BESIDE.items() if one in words and words <= {one} | beside), None
-    )
+    name = find_gpu(own_name)
+    return None if name is None else read_gpu(name).tflops
 
 
 def find_model_shape(shape: dict[str, Any]) -> ModelShape:

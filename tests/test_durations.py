@@ -59,6 +59,7 @@ def test_a_receipt_counts_only_for_the_same_recipe_and_world(plan, tmp_path):
         ({"recipe_sha256": "other"}, None),
         ({"world_size": 2}, None),
         ({"device": "cpu"}, None),
+        ({"went_on_from_step": 40}, None),
         ({"training_seconds": None}, None),
         ({"num_optimizer_steps": 0}, None),
         ({"num_optimizer_steps": float("inf")}, None),

@@ -31,6 +31,7 @@ def receipt(tmp_path):
 def measured(curve=EACH_TENTH, speed=100.0, settings=SETTINGS, **values):
     speeds = {"median": speed, "least": speed, "most": speed}
     known = {"hardware": "a", "device": "cpu", "num_processes": 1, "date": "1", "seconds_per_step": 1.0}
+    known["seeds"] = [3]
     known |= {"loss_band": loss_band([curve]), "identity": IDENTITY, "settings": settings, "tokens_per_second": speeds}
     return {**known, **values}
 
@@ -65,6 +66,14 @@ def test_another_run_logged_at_other_steps_is_out_of_the_band(receipt):
     write_receipt(receipt, measured())
     [note] = notes(receipt, [(number, loss * (1.1 if number > 30 else 1)) for number, loss in EACH_STEP])
     assert note.startswith("the loss of steps 31 to 50 is ") and "out of the band of" in note
+
+
+@pytest.mark.parametrize(
+    ("seeds", "notes_made"), [([3], 1), ([4], 0), ([4, 5], 0), ([4, 5, 3], 1), ([4, 5, 6], 1)], ids=str
+)
+def test_another_seed_is_held_against_three_or_more_alone(receipt, seeds, notes_made):
+    write_receipt(receipt, measured(seeds=seeds))
+    assert len(notes(receipt, [(number, 2 * loss) for number, loss in EACH_STEP])) == notes_made
 
 
 def test_a_slow_run_is_told_of_its_speed(receipt):

@@ -1,9 +1,11 @@
 """The receipt of a recipe: what `tunebook bench` writes, and what plans and later runs make of it."""
 
 import json
+import random
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +21,9 @@ from tunebook.runs.identity import recipe_identity, taken_over
 from tunebook.runs.past import read_past_runs
 from tunebook.runs.receipts import (
     TIMED_SETTINGS,
+    compare_with_receipt,
     find_step_seconds,
     loss_band,
-    mean_loss,
     read_receipt,
     receipt_path,
     write_receipt,
@@ -32,14 +34,37 @@ from tunebook.system.writing import write_whole
 def entry(**values):
     speeds = {"median": 100.0, "least": 90.0, "most": 110.0}
     known = {"hardware": "a", "device": "cpu", "num_processes": 1, "identity": {}, "loss_band": [], "date": "1"}
+    known["seeds"] = [1, 2, 3]
     return {**known, "tokens_per_second": speeds, "seconds_per_step": 2.5, **values}
 
 
-def test_a_band_has_the_losses_of_all_seeds_and_as_much_again():
-    curves = [[(1, 4.0), (2, 2.0)], [(1, 4.5), (2, 2.0)]]
+def test_a_band_has_the_losses_of_all_seeds_and_twice_as_much_on_either_side():
+    curves = [[(1, 4.0), (2, 2.0)], [(1, 5.0), (2, 2.0)]]
     wide, flat = loss_band(curves)
-    assert wide == {"steps": [1, 1], "loss": [3.5, 5.0]}
-    assert flat["steps"] == [2, 2] and flat["loss"] == pytest.approx([1.96, 2.04])
+    assert wide["steps"] == [1, 1] and wide["loss"] == pytest.approx([2.0, 7.0])
+    usual = 0.2 / 2**0.5  # one part of two in which the least is a fifth below the most
+    assert flat["steps"] == [2, 2] and flat["loss"] == pytest.approx([2 - 2 * 2 * usual, 2 + 2 * 2 * usual])
+    [alone] = loss_band([[(1, 2.0)]])
+    assert alone["loss"] == pytest.approx([1.96, 2.04])
+
+
+@pytest.mark.parametrize("num_parts", [1, 6, 10])
+@pytest.mark.parametrize("together", [0.0, 0.6], ids=["independent parts", "parts that move together"])
+@pytest.mark.parametrize("most", [1.0, 3.0], ids=["even", "uneven"])
+def test_a_run_with_another_seed_seldom_leaves_the_band_of_three(num_parts, together, most):
+    drawn, outside, num_trials = random.Random(5), 0, 2000
+    level = [4.0 / (1 + part) for part in range(num_parts)]
+    apart = [0.01 * (1 + (most - 1) * part / num_parts) for part in range(num_parts)]
+    for _ in range(num_trials):
+        curves = []
+        for _seed in range(4):
+            shared = together**0.5 * drawn.gauss(0, 1)
+            noise = [shared + (1 - together) ** 0.5 * drawn.gauss(0, 1) for _ in level]
+            curves.append([(part + 1, level[part] * (1 + apart[part] * noise[part])) for part in range(num_parts)])
+        band = loss_band(curves[:3])
+        losses = [loss for _, loss in curves[3]]
+        outside += any(not one["loss"][0] <= loss <= one["loss"][1] for one, loss in zip(band, losses, strict=True))
+    assert outside / num_trials < 0.06
 
 
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 94, 100])
@@ -94,6 +119,10 @@ def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path)
     [
         ({}, True),
         ({"training.learning_rate": 1.0}, True),
+        ({"training.num_train_epochs": 9}, True),
+        ({"training.torch_compile": True}, False),
+        ({"training.neftune_noise_alpha": 5.0}, False),
+        ({"data.template": "chatml"}, False),
         ({"training.global_batch_size": 80}, False),
         ({"lora.r": 64}, False),
         ({"quantization": "given"}, False),
@@ -103,14 +132,18 @@ def test_a_trial_with_other_values_replaces_only_its_own_earlier_entry(tmp_path)
         ({"settings": {"data.path": "org/longer-rows"}}, False),
         ({"settings": {"training.per_device_train_batch_size": 3}}, False),
         ({"settings": {"training.activation_checkpointing": False}}, False),
+        ({"settings": {"training.fused_loss": "off"}}, False),
+        ({"settings": {"training.dataloader_num_workers": 2}}, False),
+        ({"settings": {"training.logging_steps": 1}}, True),
     ],
+    ids=str,
 )
 def test_the_time_of_a_step_is_that_of_the_same_model_batch_and_method(tmp_path, change, serves):
     (tmp_path / "mine.yaml").write_text("model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\n")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
     plan = build_plan(recipe, World())
     now = taken_over(recipe, plan)
-    settings = {name: now[name] for name in TIMED_SETTINGS} | change.get("settings", {})
+    settings = {name: now.get(name) for name in TIMED_SETTINGS} | change.get("settings", {})
     others = {key: value for key, value in change.items() if key != "settings"}
     identity = {"base model": "org/base@main", **recipe_identity(recipe, plan), **others}
     place = {"num_processes": plan.world_size, "device": plan.device_type, "date": "1"}
@@ -118,6 +151,30 @@ def test_the_time_of_a_step_is_that_of_the_same_model_batch_and_method(tmp_path,
     write_receipt(receipt_path(recipe.path), {**one, "seconds_per_step": 2.5})
     found = find_step_seconds(recipe, plan, None)
     assert (found is not None and found[0] == 2.5) == serves
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "serves"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA A100-PCIE-40GB", "a100-40", True),
+        ("NVIDIA A100-SXM4-40GB", "a100", False),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA H100 PCIe", "h100", False),
+        ("NVIDIA GeForce RTX 4090", "4090", True),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "4090", False),
+        ("NVIDIA H200", None, True),
+    ],
+)
+def test_the_time_on_a_gpu_that_is_asked_about_is_that_of_this_very_gpu(tmp_path, hardware, asked, serves):
+    (tmp_path / "mine.yaml").write_text("model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\n")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    plan = build_plan(recipe, World())
+    identity = {"base model": "org/base@main", **recipe_identity(recipe, plan)}
+    settings = {name: taken_over(recipe, plan).get(name) for name in TIMED_SETTINGS}
+    place = {"num_processes": plan.world_size, "device": plan.device_type, "hardware": hardware}
+    write_receipt(receipt_path(recipe.path), entry(identity=identity, settings=settings, **place))
+    assert (find_step_seconds(recipe, plan, asked) is not None) == serves
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"measured": [{}]}', '{"measured": 3}', "\xff"])
@@ -164,37 +221,43 @@ def place(tmp_path, monkeypatch):
     folder = tmp_path / "place"
     shutil.copytree(finished_place(), folder)
     monkeypatch.chdir(folder)
-    started = []
+    started, weights = [], []
 
     def launch(script, words, num_processes):
         started.append(list(words))
         server, log = shared_server(), folder / "launched.log"
         environ = {"TUNEBOOK_CACHE": str(folder / "cache")}
+        weights.append(sorted(path.parent.parent.name for path in Path(words[-1]).parent.glob("*/*/*.safetensors")))
         life = server.wait(server.start(list(words), num_processes, folder, log, **environ))
         return max(life.rank_codes())
 
     monkeypatch.setattr("tunebook.launching.launch.launch", launch)
-    return folder, started
+    return folder, started, weights
 
 
 @pytest.mark.slow
 def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place, capsys):
     from tunebook.commands.bench import bench
 
-    folder, started = place
-    assert bench("recipe.yaml", (), 1, 2) == 0
+    folder, started, weights = place
+    assert bench("recipe.yaml", (), 1, 3) == 0
+    assert weights == [[], [], []], "a run's weights are gone before the next one starts"
     assert capsys.readouterr().out.startswith("receipt: recipe.receipt.json\n")
-    assert [words[3] for words in started] == ["training.seed=42", "training.seed=43"]
+    assert [words[3] for words in started] == [f"training.seed={seed}" for seed in (42, 43, 44)]
     assert not any(Path(words[-1]).exists() for words in started), "their folders are deleted"
     [made] = read_receipt(folder / "recipe.receipt.json")
-    assert made["seeds"] == [42, 43] and made["num_processes"] == 1 and made["num_optimizer_steps"] == 9
+    assert made["seeds"] == [42, 43, 44] and made["num_processes"] == 1 and made["num_optimizer_steps"] == 9
     assert made["seconds_per_step"] > 0 and made["eval_loss"][0] != made["eval_loss"][1]
     assert made["tokens_per_second"]["least"] <= made["tokens_per_second"]["median"]
 
+    assert len(made["loss_band"]) == 9
+    other_seed = train_in(folder, "--fresh", "training.seed=50", "training.data_seed=42")
+    assert other_seed.rank_codes() == [0]
     [earlier] = read_past_runs(["runs/recipe"])
-    losses = [mean_loss(earlier.curve("loss"), *part["steps"]) for part in made["loss_band"]]
-    inside = [part["loss"][0] <= loss <= part["loss"][1] for part, loss in zip(made["loss_band"], losses, strict=True)]
-    assert len(inside) == 9 and all(inside), "a run with one of the seeds"
+    assert compare_with_receipt(folder / "recipe.receipt.json", earlier) == [], "a seed that the band was not made of"
+    wrong = [(step, loss * (1 if step < 5 else 3)) for step, loss in earlier.curve("loss")]
+    replaced = replace(earlier, events=tuple({"step": step, "loss": loss} for step, loss in wrong))
+    assert "the loss of steps 5 to 5 is " in compare_with_receipt(folder / "recipe.receipt.json", replaced)[0]
     changed = {**made, "loss_band": [{**part, "loss": [9.0, 9.5]} for part in made["loss_band"]]}
     changed["tokens_per_second"] = {**made["tokens_per_second"], "median": 1e9}
     write_receipt(folder / "recipe.receipt.json", changed)
@@ -210,7 +273,7 @@ def test_a_recipe_is_run_with_each_seed_and_later_runs_are_held_against_it(place
 
 @pytest.mark.slow
 def test_a_run_that_completed_is_not_failed_by_a_receipt_that_cannot_be_read(place):
-    folder, _ = place
+    folder, *_ = place
     path = folder / "recipe.receipt.json"
     for content in ("<<<<<<< ours\n", '{"measured": [{"identity": {}, "loss_band": []}]}'):
         path.write_text(content)
@@ -229,7 +292,7 @@ def test_the_plan_takes_its_hours_from_the_receipt_and_a_failed_bench_writes_non
     from tunebook.launching.command_line import read_command
     from tunebook.plan.planning import show_plan
 
-    folder, _ = place
+    folder, *_ = place
     [run] = read_past_runs(["runs/recipe"])
     from tunebook.runs.receipts import build_entry
 
@@ -294,3 +357,18 @@ def test_a_folder_that_takes_no_receipt_is_refused_before_the_hours(tmp_path, mo
     with pytest.raises(Refused, match="cannot be written to, and the receipt would stand there"):
         bench(str(recipe), (), 1, 3)
     assert not started
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_printed_where_the_receipt_cannot_be_written(place, capsys, monkeypatch):
+    from tunebook.commands.bench import bench
+
+    def fail(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tunebook.runs.receipts.write_whole", fail)
+    with pytest.raises(Refused, match=r"recipe\.receipt\.json: cannot be written: .*No space left on device"):
+        bench("recipe.yaml", (), 1, 1)
+    printed = capsys.readouterr().out
+    kept = json.loads(printed[printed.index("{") :])
+    assert kept["seeds"] == [42] and not (place[0] / "recipe.receipt.json").exists()

@@ -1,6 +1,8 @@
 """`tunebook bench`: a recipe run with several seeds, and its receipt written beside it."""
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from tunebook.plan.planning import plan_without_data
 from tunebook.plan.table import build_console
 from tunebook.recipe.reading import load_recipe
 from tunebook.runs.past import read_past_runs
-from tunebook.runs.receipts import build_entry, read_receipt, receipt_path, write_receipt
+from tunebook.runs.receipts import Entry, build_entry, read_receipt, receipt_path, write_receipt
 
 # What bench sets itself for each run, after the values of the command line; a key that is given twice is refused.
 SET_HERE = ("training.seed", "training.data_seed", "hub")
@@ -22,8 +24,10 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
     """Run a recipe once for each seed, from its own on, in folders that are deleted, and write the receipt.
 
     Rows and their order are the recipe's own in all of them; the seed draws the adapter's start. A seed among the
-    `overrides` is that of the first run, and none is published. Returns the exit code of the first run that did not
-    complete, with no receipt written. Raises Refused where the recipe cannot run here.
+    `overrides` is that of the first run, and none is published. The folders are where temporary files go (TMPDIR), and
+    hold the weights of one run at a time. Returns the exit code of the first run that did not complete, with no receipt
+    written. Raises Refused where the recipe cannot run here, or where the receipt cannot be written; what was measured
+    is printed then.
     """
     recipe = load_recipe(path, overrides)
     plan_without_data(recipe, world_of(num_processes, "cuda" if count_gpus() else "cpu"), None)
@@ -45,8 +49,20 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
                 again = "No run of a bench is kept: the same bench again starts over"
                 print(f"no receipt is written: the run with seed {seed} did not end. {again}", file=sys.stderr)
                 return code
+            for weights in ("checkpoints", "adapter"):
+                shutil.rmtree(Path(folder) / weights, ignore_errors=True)
         entry = build_entry(read_past_runs(folders), seeds, trial=bool(overrides))
-    write_receipt(receipt, entry)
+    try:
+        write_receipt(receipt, entry)
+    except (OSError, Refused) as error:
+        print(json.dumps(entry, indent=1))
+        fix = 'What was measured is printed above: it is one of the list {"measured": [...]} of that file'
+        raise Refused(Problem(f"cannot be written: {error}", fix, str(receipt))) from error
+    _show(receipt, entry)
+    return EXIT_DONE
+
+
+def _show(receipt: Path, entry: Entry) -> None:
     console = build_console()
     speed, part = entry["tokens_per_second"], entry["loss_band"][-1]
     low, high = part["loss"]
@@ -57,7 +73,6 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
         soft_wrap=True,
         markup=False,
     )
-    return EXIT_DONE
 
 
 def _is_set_here(override: str) -> bool:

@@ -14,6 +14,8 @@ from tunebook.runs.folder import read_summary
 
 # The share of a GPU's rate that fine-tuning reaches; 0.3 to 0.5 is what public training runs report. Not measured here.
 UTILISATION = 0.4
+# What may stand in any GPU's own name.
+MAKERS = {"nvidia", "geforce", "rtx", "tesla"}
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,10 @@ class Duration:
 
 def read_gpu(text: str) -> Gpu:
     """Return the GPU of `--gpu`: a number of GiB, or a name of facts/gpus.json. Raises Refused for anything else."""
-    known: dict[str, dict[str, Any]] = json.loads(
-        files("tunebook").joinpath("facts/gpus.json").read_text(encoding="utf-8")
-    )["gpus"]
+    known = _read_facts()
     name = text.strip().lower()
     if name in known:
-        return Gpu(**known[name])
+        return Gpu(**{key: known[name][key] for key in ("memory_gib", "tflops", "bfloat16") if key in known[name]})
     try:
         memory = float(name.removesuffix("gib").removesuffix("gb"))
     except ValueError:
@@ -58,6 +58,23 @@ def read_gpu(text: str) -> Gpu:
     return Gpu(memory)
 
 
+def find_gpu(own_name: str) -> str | None:
+    """Return which GPU of facts/gpus.json one is by the name it has of itself, or None where that is not certain."""
+    words = set(own_name.lower().replace("-", " ").split()) - MAKERS
+    for name, facts in _read_facts().items():
+        named = set(facts["named"])
+        if named <= words <= named | set(facts.get("beside", ())):
+            return name
+    return None
+
+
+def _read_facts() -> dict[str, dict[str, Any]]:
+    facts: dict[str, dict[str, Any]] = json.loads(
+        files("tunebook").joinpath("facts/gpus.json").read_text(encoding="utf-8")
+    )["gpus"]
+    return facts
+
+
 def plan_duration(plan: Plan, step_seconds: float, source: str) -> Duration:
     """Return the hours of an epoch and of the whole run at `step_seconds` per optimizer step."""
     epoch = None if plan.steps_per_epoch is None else plan.steps_per_epoch * step_seconds / 3600
@@ -66,7 +83,10 @@ def plan_duration(plan: Plan, step_seconds: float, source: str) -> Duration:
 
 
 def read_step_seconds(run_dir: str, recipe_sha256: str, plan: Plan) -> float | None:
-    """Return the seconds per step of a completed run of this recipe in `run_dir`, in the plan's world, or None."""
+    """Return the seconds per step of a completed run of this recipe in `run_dir`, in the plan's world, or None.
+
+    One that went on from a checkpoint counts all its seconds, and may have been another world's before: None.
+    """
     summary = read_summary(Path(run_dir)) or {}
     try:
         seconds, steps = float(summary["training_seconds"]), int(summary["num_optimizer_steps"])
@@ -74,6 +94,7 @@ def read_step_seconds(run_dir: str, recipe_sha256: str, plan: Plan) -> float | N
         return None
     same = (summary.get("status"), summary.get("recipe_sha256")) == ("completed", recipe_sha256)
     same &= (summary.get("world_size"), summary.get("device")) == (plan.world_size, plan.device_type)
+    same &= summary.get("went_on_from_step") is None
     return seconds / steps if same and steps > 0 and seconds > 0 else None
 
 

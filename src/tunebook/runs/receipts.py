@@ -5,6 +5,7 @@ the recipe lies at each part of the run, over several seeds: a later run that le
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from tunebook.errors import Problem, Refused
+from tunebook.plan.durations import find_gpu
 from tunebook.plan.plan import Plan
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.folder import read_begun
@@ -24,22 +26,34 @@ from tunebook.system.writing import write_whole
 Entry = dict[str, Any]
 Curve = Sequence[tuple[int, float]]  # (step, loss) for each log, in order
 NUM_PARTS = 10
-# How far beyond the seeds a loss may lie: as far again as they are apart, and at least so much of it.
-LEAST_MARGIN = 0.02
+# How far beyond the seeds a loss may lie: so many times as far as they are apart, and at least so much of it. Where
+# losses are normal, about one run in twenty, or fewer, leaves a band of three seeds by chance (tests/test_receipts.py).
+MARGIN, LEAST_MARGIN = 2, 0.02
+# Fewer seeds than these say nothing of another one.
+ENOUGH_SEEDS = 3
 # A run at less than this part of the receipt's speed, with the same TIMED_SETTINGS, hardware and processes, is worth a
 # word.
 SLOW = 0.7
 SEED = "training.seed"
-# Of what a result depends on, this is what the time of a step depends on, too: keys and whole sections.
-TIMED_KEYS = ("training.global_batch_size", "training.optim", "data.max_length", "data.train_on")
-TIMED_SECTIONS = ("model", "lora", "quantization")
-# The same of what changes no result.
+# Of what a result depends on, the time of a step does not depend on these, and a plan without data does not know the
+# last three. A key that is not here counts.
+UNTIMED = frozenset({
+    *(f"training.{name}" for name in (
+        "learning_rate", "num_train_epochs", "max_steps", "seed", "data_seed", "warmup_steps", "warmup_ratio",
+        "lr_scheduler_type", "lr_scheduler_kwargs", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+        "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    )),
+    "data.deduplicate", "data.validation", "data", "tokenizer", "base model",
+})  # fmt: skip
+# What changes no result, and the time of a step.
 TIMED_SETTINGS = (
-    "training.per_device_train_batch_size",
-    "training.activation_checkpointing",
+    *(f"training.{name}" for name in (
+        "per_device_train_batch_size", "activation_checkpointing", "activation_checkpointing_kwargs", "fused_loss",
+        "dataloader_num_workers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "torch_empty_cache_steps",
+    )),
     "data.packing",
     "data.path",
-)
+)  # fmt: skip
 
 
 def receipt_path(recipe_path: str) -> Path:
@@ -71,6 +85,7 @@ def _read_entry(entry: Mapping[str, Any]) -> Entry:
         "seconds_per_step": float(entry["seconds_per_step"]),
         "tokens_per_second": {**entry["tokens_per_second"], "median": float(entry["tokens_per_second"]["median"])},
         "loss_band": band,
+        "seeds": [int(seed) for seed in entry["seeds"]],
         "identity": {**entry["identity"]},
     }
 
@@ -109,25 +124,31 @@ def build_entry(runs: Sequence[PastRun], seeds: Sequence[int], trial: bool = Fal
         "eval_loss": [run.summary["eval_loss"] for run in runs],
         "loss_band": loss_band([run.curve("loss") for run in runs]),
         "identity": _without_seed(begun.identity),
-        "settings": {name: begun.settings.get(name) for name in TIMED_SETTINGS},
+        "settings": _timed_settings(begun.settings),
         "versions": dict(first["versions"]),
     }
 
 
 def loss_band(curves: Sequence[Curve]) -> list[Entry]:
-    """Return the band of parts of a run: the mean loss of all curves there, and a margin of as much again.
+    """Return the band of parts of a run: the mean losses of all curves there, and a margin.
 
-    All curves have the same steps. There are at most NUM_PARTS parts, of equally many logged losses each; the first
-    begins at step 1.
+    The margin is MARGIN times as wide as the losses lie apart, there or in all parts (the root of the mean square, as a
+    share of the loss), whichever is more: three seeds are close together in some part of a run by chance. All curves
+    have the same steps. There are at most NUM_PARTS parts, of equally many logged losses each; the first begins at
+    step 1.
     """
     covered = _covered(curves[0])
-    size = -(-len(covered) // NUM_PARTS)
-    band = []
-    for part in (covered[start : start + size] for start in range(0, len(covered), size or 1)):
+    size = -(-len(covered) // NUM_PARTS) or 1
+    parts = []
+    for part in (covered[start : start + size] for start in range(0, len(covered), size)):
         start, end = part[0][0], part[-1][1]
         losses = [loss for curve in curves if (loss := mean_loss(curve, start, end)) is not None]
-        margin = max(max(losses) - min(losses), LEAST_MARGIN * max(losses))
-        band.append({"steps": [start, end], "loss": [min(losses) - margin, max(losses) + margin]})
+        parts.append((start, end, min(losses), max(losses)))
+    usual = math.sqrt(sum((1 - least / most) ** 2 for *_, least, most in parts if most > 0) / max(1, len(parts)))
+    band = []
+    for start, end, least, most in parts:
+        margin = max(MARGIN * (most - least), MARGIN * usual * most, LEAST_MARGIN * most)
+        band.append({"steps": [start, end], "loss": [least - margin, most + margin]})
     return band
 
 
@@ -155,7 +176,8 @@ def _covered(curve: Curve) -> list[tuple[int, int, float]]:
 def compare_with_receipt(path: Path, run: PastRun) -> list[str]:
     """Return a note for each way in which a completed run is not what the receipt of its recipe promises.
 
-    None where the receipt is of other values, data or base: then it says nothing about this run.
+    None where the receipt is of other values, data or base, and none of the loss where the run's seed is none of the
+    receipt's and these are fewer than ENOUGH_SEEDS: then it says nothing about this run.
     """
     begun = read_begun(str(run.folder))
     if begun is None:
@@ -165,9 +187,14 @@ def compare_with_receipt(path: Path, run: PastRun) -> list[str]:
     same.sort(key=lambda one: _place(one) != here)
     if not same:
         return []
-    settings = {name: begun.settings.get(name) for name in TIMED_SETTINGS}
-    timed = [one for one in same if _place(one) == here and one.get("settings") == settings]
-    return [*_out_of_band(same[0], run, path), *(_too_slow(timed[0], run, path) if timed else [])]
+    settings = _timed_settings(begun.settings)
+    timed = [one for one in same if _place(one) == here and _timed_settings(one.get("settings") or {}) == settings]
+    seed = begun.identity.get(SEED)
+    known = [one for one in same if seed in one["seeds"] or len(one["seeds"]) >= ENOUGH_SEEDS]
+    return [
+        *(_out_of_band(known[0], run, path) if known else []),
+        *(_too_slow(timed[0], run, path) if timed else []),
+    ]
 
 
 def find_step_seconds(recipe: Recipe, plan: Plan, gpu: str | None) -> tuple[float, str] | None:
@@ -177,21 +204,23 @@ def find_step_seconds(recipe: Recipe, plan: Plan, gpu: str | None) -> tuple[floa
     of the name that is asked about, where one is.
     """
     path, asked, now = receipt_path(recipe.path), _timed(recipe_identity(recipe, plan)), taken_over(recipe, plan)
-    settings = {name: now[name] for name in TIMED_SETTINGS}
+    settings = _timed_settings(now)
     for entry in read_receipt(path):
         measured, on = entry["identity"], str(entry["hardware"])
         same = (entry["device"], entry["num_processes"]) == (plan.device_type, plan.world_size)
-        same &= _timed(measured) == asked and entry.get("settings") == settings
+        same &= _timed(measured) == asked and _timed_settings(entry.get("settings") or {}) == settings
         same &= _is_base(str(measured.get("base model", "")), recipe.model.name_or_path)
-        if same and (gpu is None or gpu.lower() in on.lower().split()):
+        if same and (gpu is None or find_gpu(on) == gpu.strip().lower()):
             return float(entry["seconds_per_step"]), f"measured on {on} ({path}, {entry['date']})"
     return None
 
 
 def _timed(identity: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in identity.items() if key in TIMED_KEYS or key.partition(".")[0] in TIMED_SECTIONS
-    }
+    return {key: value for key, value in identity.items() if key not in UNTIMED}
+
+
+def _timed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: settings.get(name) for name in TIMED_SETTINGS}
 
 
 def _is_base(base: str, name: str) -> bool:

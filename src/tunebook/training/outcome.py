@@ -76,7 +76,8 @@ class Record:
         Of the metrics of an earlier life the lines up to `after_step` are kept, none where it is None.
         """
         self._run, self._memory = run, PeakMemory(run.world.device)
-        self.summary = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
+        started = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
+        self.summary = replace(started, went_on_from_step=after_step)
         self.report: ProgressReport | None = None
         self._answers_before: tuple[str, ...] = ()
         with written_for_all(Path(run.plan.run_dir), "Make room and run the same command again", OSError):

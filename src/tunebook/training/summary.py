@@ -58,6 +58,7 @@ class RunSummary:
     versions: Mapping[str, str]
     exit_code: int | None = None
     error: str | None = None
+    went_on_from_step: int | None = None
     num_optimizer_steps: int | None = None
     trained_tokens: int | None = None
     processed_tokens: int | None = None
