@@ -77,17 +77,29 @@ def _read_entry(entry: Mapping[str, Any]) -> Entry:
     band = []
     for part in entry["loss_band"]:
         (start, end), (low, high) = part["steps"], part["loss"]
-        band.append({"steps": [int(start), int(end)], "loss": [float(low), float(high)]})
+        band.append({"steps": [int(start), int(end)], "loss": [_finite(low), _finite(high)]})
     return {
         **entry,
         **{name: str(entry[name]) for name in ("date", "hardware", "device")},
         "num_processes": int(entry["num_processes"]),
-        "seconds_per_step": float(entry["seconds_per_step"]),
-        "tokens_per_second": {**entry["tokens_per_second"], "median": float(entry["tokens_per_second"]["median"])},
+        "seconds_per_step": _positive(entry["seconds_per_step"]),
+        "tokens_per_second": {**entry["tokens_per_second"], "median": _positive(entry["tokens_per_second"]["median"])},
         "loss_band": band,
         "seeds": [int(seed) for seed in entry["seeds"]],
         "identity": {**entry["identity"]},
     }
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{number} is no measurement")
+    return number
+
+
+def _positive(value: Any) -> float:
+    if (number := _finite(value)) <= 0:
+        raise ValueError(f"{number} is no time and no speed")
+    return number
 
 
 def write_receipt(path: Path, entry: Entry) -> None:
