@@ -1,6 +1,5 @@
 """The figures of a setting, the plan they are held against, and the files of the results."""
 
-import json
 import platform
 import time
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 
 from gpu_model import RANK
 from gpu_settings import Setting
+from result_files import write_json, write_text
 from tunebook.model.attention import kept_for_attention
 from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters
 from tunebook.plan.durations import operations_per_token, read_gpu
@@ -137,10 +137,9 @@ class Results:
         """Write gpu.json and gpu.md."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         head = f"# {self.name}, {time.strftime('%Y-%m-%d')}\n\n"
         head += f"Qwen2.5-7B's shape (the tiny one with --tiny), random weights, NF4, LoRA r={RANK}, {self.dtype}. "
         head += f"Small model in bfloat16, how far off: {self.check}. {read_versions()}"
-        (self.folder / "gpu.md").write_text(f"{head}\n\n{self.render()}\n", encoding="utf-8")
+        write_text(self.folder / "gpu.md", f"{head}\n\n{self.render()}\n")
         result = {"gpu": self.name, "check": self.check, "versions": read_versions(), "measured": self.measured}
-        (self.folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(self.folder / "gpu.json", result)

@@ -16,8 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from arguments import at_least, check_results
 from data_speed import SHARED, check_files, write_rows
 from machine import where_and_when
+from result_files import write_json
 
 HERE = Path(__file__).resolve().parent
 GLOBAL_BATCH, MICRO_BATCHES = 64, (4, 8, 16)
@@ -87,10 +89,11 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
     parser.add_argument("--num-rows", type=int, default=4 * GLOBAL_BATCH)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "packing_speed.json")
     given = parser.parse_args()
     check_files(parser, given)
+    check_results(parser, "--results", given.results)
     found = where_and_when()
     found |= {"what": f"{given.num_rows} rows, global batch {GLOBAL_BATCH}", "rounds": given.rounds}
     with TemporaryDirectory() as folder:
@@ -101,8 +104,7 @@ def main() -> None:
         for micro_batch in MICRO_BATCHES:
             found[f"micro-batch {micro_batch}"] = compare(recipe, micro_batch, given.rounds)
             print(f"micro-batch {micro_batch}: {json.dumps(found[f'micro-batch {micro_batch}'])}", flush=True)
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, found)
 
 
 if __name__ == "__main__":

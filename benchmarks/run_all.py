@@ -18,12 +18,14 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+from arguments import at_least, check_results
 from contest import (
     BY_HAND,
     CONTESTANTS,
@@ -43,6 +45,7 @@ from data_speed import SHARED, check_files
 from machine import where_and_when
 from padding_share import broken_promises, measure
 from peers import PEERS, install
+from result_files import write_text
 from results_table import broken_ratios, ratios_of, render
 
 HERE = Path(__file__).resolve().parent
@@ -182,9 +185,8 @@ def write_results(found: dict[str, Any], folder: Path) -> str:
     """Write <date>.json and <date>.md, after each contest again, and return the page."""
     found["broken_promises"] = broken_promises(found["padding"]) + broken_ratios(found["contests"])
     text, stem = without_places(render(found)), folder / found["date"]
-    folder.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(without_places(json.dumps(found, indent=1)) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_text(stem.with_suffix(".json"), without_places(json.dumps(found, indent=1)) + "\n")
+    write_text(stem.with_suffix(".md"), text)
     return text
 
 
@@ -193,17 +195,6 @@ def without_places(text: str) -> str:
     for place, name in ((sys.executable, "python"), (f"{ROOT}/", ""), (f"{ROOT.parent}/", "../")):
         text = text.replace(place, name)
     return re.sub(rf"{re.escape(gettempdir())}/[^/'\" ]+", "FOLDER", text)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number from a command line, and refuses a smaller one than `least`."""
-
-    def read(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise argparse.ArgumentTypeError(f"{word} is no whole number from {least} on")
-        return int(word)
-
-    return read
 
 
 def read_arguments() -> argparse.Namespace:
@@ -231,6 +222,8 @@ def read_arguments() -> argparse.Namespace:
     if OURS not in given.contestants:
         parser.error(f"all are measured against {OURS}, which is not among them")
     check_files(parser, given)
+    today = date.today().isoformat()
+    check_results(parser, "--results", given.results, (f"{today}.json", f"{today}.md"))
     given.contestants.sort(key=list(CONTESTANTS).index)
     return given
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from arguments import at_least, check_results
 from machine import where_and_when
+from result_files import write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -111,12 +113,12 @@ def compare(rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and write the result; exit code 1 where a promise is not kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "start_time.json")
     given = parser.parse_args()
+    check_results(parser, "--results", given.results)
     found = compare(given.rounds)
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, found)
     print(json.dumps(found, indent=1))
     kept = found["times_imports_and_load"] <= MOST_OF_IMPORTS
     sys.exit(not (kept and found["seconds"]["plan of a broken recipe"] < MOST_SECONDS_BROKEN))
