@@ -1,5 +1,6 @@
 """The small benchmarks: both sides of a ratio are timed alike and by turns, and what is missing is said."""
 
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,27 @@ def test_the_clock_of_the_imports_stops_where_they_are_ready(tmp_path):
         start_time.seconds_to_ready(tmp_path, "raise SystemExit(3)")
     compile(start_time.IMPORTS, "imports", "exec")
     assert start_time.IMPORTS.splitlines()[-1] == 'print("ready", flush=True)'
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_start_that_ends_without_a_step_is_told_and_not_waited_for(code, tmp_path):
+    script = f"import sys; print('why it ended'); print('at last', file=sys.stderr); sys.exit({code})"
+    metrics = tmp_path / "metrics.jsonl"
+    with pytest.raises(SystemExit, match=rf"ended with {code} without a line in metrics.jsonl:\n") as ended:
+        start_time.seconds_to_line([sys.executable, "-c", script], metrics, dict(os.environ))
+    assert {"why it ended", "at last"} <= set(str(ended.value).splitlines()[1:])
+    metrics.write_text("half a line")
+    with pytest.raises(SystemExit, match="without a line"):
+        start_time.seconds_to_line([sys.executable, "-c", "print(1)"], metrics, dict(os.environ))
+
+
+def test_the_clock_of_a_start_stops_at_the_first_line(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    script = f"import time; print(1, file=open({str(metrics)!r}, 'w'), flush=True); time.sleep(1)"
+    assert 0 < start_time.seconds_to_line([sys.executable, "-c", script], metrics, dict(os.environ)) < 1
+    with pytest.raises(SystemExit, match=r"ended with 3:\nthe end$"):
+        words = [sys.executable, "-c", "import sys; print('the end'); sys.exit(3)"]
+        start_time.seconds_to_line(words, metrics, dict(os.environ))
 
 
 def test_packing_is_measured_by_turns(monkeypatch, tmp_path):
