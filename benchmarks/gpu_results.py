@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_model import RANK
+from gpu_model import QWEN_7B, RANK, TINY
 from gpu_settings import Setting
 from result_files import write_json, write_text
 from tunebook.model.attention import kept_for_attention
@@ -120,6 +120,7 @@ class Results:
     folder: Path | None
     device: str
     dtype: str
+    shape: dict[str, Any]
     check: dict[str, dict[str, float]]
     measured: list[dict[str, Any]] = field(default_factory=list)
 
@@ -127,6 +128,13 @@ class Results:
     def name(self) -> str:
         """The device's own name."""
         return torch.cuda.get_device_name(self.device) if self.device != "cpu" else f"CPU ({platform.machine()})"
+
+    @property
+    def said_of_shape(self) -> str:
+        """The shape that was measured, by name and in numbers."""
+        named = "Qwen2.5-7B's shape" if self.shape == QWEN_7B else "The tiny shape" if self.shape == TINY else "A shape"
+        numbers = f"{self.shape['num_hidden_layers']} layers, {self.shape['hidden_size']} wide"
+        return f"{named} ({numbers}, vocabulary {self.shape['vocab_size']:,})"
 
     def render(self) -> str:
         """Return the figures as a Markdown table."""
@@ -138,8 +146,9 @@ class Results:
         if self.folder is None:
             return
         head = f"# {self.name}, {time.strftime('%Y-%m-%d')}\n\n"
-        head += f"Qwen2.5-7B's shape (the tiny one with --tiny), random weights, NF4, LoRA r={RANK}, {self.dtype}. "
+        head += f"{self.said_of_shape}, random weights, NF4, LoRA r={RANK}, {self.dtype}. "
         head += f"Small model in bfloat16, how far off: {self.check}. {read_versions()}"
         write_text(self.folder / "gpu.md", f"{head}\n\n{self.render()}\n")
-        result = {"gpu": self.name, "check": self.check, "versions": read_versions(), "measured": self.measured}
-        write_json(self.folder / "gpu.json", result)
+        model = {"tiny": self.shape == TINY, "shape": self.shape, "dtype": self.dtype}
+        result = {"gpu": self.name, **model, "check": self.check, "versions": read_versions()}
+        write_json(self.folder / "gpu.json", {**result, "measured": self.measured})
