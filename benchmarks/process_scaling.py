@@ -18,7 +18,8 @@ from contest import OURS, Contest, make_contest, run_contestant
 from data_speed import SHARED, check_files
 from machine import where_and_when
 from result_files import write_json
-from run_all import LARGER, LIMIT_SECONDS, TINY, sizes
+from results_table import LARGER, TINY
+from run_all import LIMIT_SECONDS, sizes
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = (1, 2)
