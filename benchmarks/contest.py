@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_speed import write_rows
-from packing_speed import build_base
+from larger_model import build_base
 from peers import python_of
 
 HERE = Path(__file__).resolve().parent
@@ -67,6 +67,7 @@ class Contest:
     size: Size
     steps: int  # of an epoch
     epochs: int
+    words: tuple[str, ...] = ()  # for finetune.py, beside the recipe
 
     @property
     def accumulation(self) -> int:
@@ -135,7 +136,7 @@ def surroundings(folder: Path) -> dict[str, str]:
 
 def finetune(contest: Contest, out: Path) -> list[str]:
     """Return how finetune.py is run."""
-    return [sys.executable, str(ROOT / "finetune.py"), str(contest.recipe), "--run-dir", str(out)]
+    return [sys.executable, str(ROOT / "finetune.py"), str(contest.recipe), "--run-dir", str(out), *contest.words]
 
 
 def by_hand(contest: Contest, out: Path) -> list[str]:

@@ -24,7 +24,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from arguments import at_least, check_results
 from machine import where_and_when
+from result_files import write_json
 
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent.parent / "shared"
@@ -210,8 +212,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer")
-    parser.add_argument("--num-rows", type=int, default=52_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-rows", type=at_least(4), default=52_000)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "data_speed.json")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -219,10 +221,10 @@ def main() -> None:
     if given.measure:
         print(json.dumps(MEASURES[given.measure](given.rows, given.tokenizer)))
         return
+    check_results(parser, "--results", given.results)
     install_trl()
     result = compare(given.rows, given.tokenizer, given.num_rows, given.rounds)
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, result)
     print(json.dumps({name: value for name, value in result.items() if name != "measurements"}, indent=1))
     kept = result["of_raw_encode_batch"] >= LEAST_OF_RAW and result["times_trl"] >= LEAST_OF_TRL
     sys.exit(0 if kept else "the promise is not kept")

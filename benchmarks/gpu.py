@@ -2,7 +2,7 @@
 
 python benchmarks/gpu.py            on the first GPU; writes benchmarks/results/gpu.md and gpu.json
 python benchmarks/gpu.py --tiny     the same from end to end on any machine, to find typing mistakes; writes where --out
-                                    says, or nothing
+                                    says, which may hold no results of a real model, or nothing
 
 A model of Qwen2.5-7B's shape with random weights in NF4, LoRA of rank 16 on all linear layers. First loss and gradient
 on a small shape against float32, then tokens a second, peak memory and the share of the GPU's rate for each setting,
@@ -11,6 +11,7 @@ Nothing is downloaded or installed; what is missing is named, with exit code 2.
 """
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 NO_NEW_CELL, STOPPED = 440, 470  # seconds from the start: after them no cell begins, and the process ends
 EXIT_REFUSED = 2
+FILES = ("gpu.json", "gpu.md")
 # Of what setup.cfg asks for, what only commands, data and cards use.
 NOT_USED = ("datasets", "jinja2", "pillow", "pyarrow", "rich", "typer")
 
@@ -76,9 +78,20 @@ def stop_after(seconds: float, message: str) -> None:
     timer.start()
 
 
-def main() -> int:
-    """Check, measure, print, and write the results; return the exit code."""
-    began = time.monotonic()
+def holds_real_results(folder: Path) -> bool:
+    """Return whether a folder holds results that are not known to be of the tiny model; --tiny may not write there."""
+    text, table = (folder / name for name in FILES)
+    try:
+        kept = json.loads(text.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return table.exists()
+    except (OSError, ValueError):
+        return True  # who knows of which
+    return not (isinstance(kept, dict) and kept.get("tiny") is True)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the command line, `out` being None where nothing is written; what is needed is there, else exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on any machine")
     parser.add_argument(
@@ -86,8 +99,20 @@ def main() -> int:
     )
     given = parser.parse_args()
     if missing := tell_missing(read_requirements()):
-        print(missing, file=sys.stderr)
-        return EXIT_REFUSED
+        parser.exit(EXIT_REFUSED, f"{missing}\n")
+    given.out = given.out or (None if given.tiny else RESULTS)
+    if given.out is not None:
+        from arguments import check_results
+
+        check_results(parser, "--out", given.out, FILES)
+        if given.tiny and holds_real_results(given.out):
+            parser.error(f"--tiny: {given.out} holds the results of a real model; give another --out")
+    return given
+
+
+def main() -> int:
+    """Check, measure, print, and write the results; return the exit code."""
+    began, given = time.monotonic(), read_arguments()
     stop_after(STOPPED, f"Stopped after {STOPPED} seconds; the results hold what was measured until then")
     import torch
 
@@ -102,9 +127,10 @@ def main() -> int:
         return EXIT_REFUSED
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device != "cpu" else torch.float32  # which is four times faster there
-    results = Results(given.out or (None if given.tiny else RESULTS), device, str(dtype), check_small_model(device))
+    shape, check = TINY if given.tiny else QWEN_7B, check_small_model(device)
+    results = Results(given.out, device, str(dtype), shape, check)
     print(f"small NF4 model against float32: {results.check}", flush=True)
-    bench = Bench(TINY if given.tiny else QWEN_7B, device, dtype, began + NO_NEW_CELL)
+    bench = Bench(shape, device, dtype, began + NO_NEW_CELL)
     measure_all(bench, settings((64, 128), 256) if given.tiny else settings((512, 2048), 8192), results)
     print(results.render())
     return 0

@@ -1,6 +1,5 @@
 """The figures of a setting, the plan they are held against, and the files of the results."""
 
-import json
 import platform
 import time
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
-from gpu_model import RANK
+from gpu_model import QWEN_7B, RANK, TINY
 from gpu_settings import Setting
+from result_files import write_json, write_text
 from tunebook.model.attention import kept_for_attention
 from tunebook.model.shapes import ModelShape, build_shape, count_lora_parameters
 from tunebook.plan.durations import find_gpu, operations_per_token, read_gpu
@@ -111,6 +111,7 @@ class Results:
     folder: Path | None
     device: str
     dtype: str
+    shape: dict[str, Any]
     check: dict[str, dict[str, float]]
     measured: list[dict[str, Any]] = field(default_factory=list)
 
@@ -118,6 +119,13 @@ class Results:
     def name(self) -> str:
         """The device's own name."""
         return torch.cuda.get_device_name(self.device) if self.device != "cpu" else f"CPU ({platform.machine()})"
+
+    @property
+    def said_of_shape(self) -> str:
+        """The shape that was measured, by name and in numbers."""
+        named = "Qwen2.5-7B's shape" if self.shape == QWEN_7B else "The tiny shape" if self.shape == TINY else "A shape"
+        numbers = f"{self.shape['num_hidden_layers']} layers, {self.shape['hidden_size']} wide"
+        return f"{named} ({numbers}, vocabulary {self.shape['vocab_size']:,})"
 
     def render(self) -> str:
         """Return the figures as a Markdown table."""
@@ -128,10 +136,10 @@ class Results:
         """Write gpu.json and gpu.md."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         head = f"# {self.name}, {time.strftime('%Y-%m-%d')}\n\n"
-        head += f"Qwen2.5-7B's shape (the tiny one with --tiny), random weights, NF4, LoRA r={RANK}, {self.dtype}. "
+        head += f"{self.said_of_shape}, random weights, NF4, LoRA r={RANK}, {self.dtype}. "
         head += f"Small model in bfloat16, how far off: {self.check}. {read_versions()}"
-        (self.folder / "gpu.md").write_text(f"{head}\n\n{self.render()}\n", encoding="utf-8")
-        result = {"gpu": self.name, "check": self.check, "versions": read_versions(), "measured": self.measured}
-        (self.folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_text(self.folder / "gpu.md", f"{head}\n\n{self.render()}\n")
+        model = {"tiny": self.shape == TINY, "shape": self.shape, "dtype": self.dtype}
+        result = {"gpu": self.name, **model, "check": self.check, "versions": read_versions()}
+        write_json(self.folder / "gpu.json", {**result, "measured": self.measured})

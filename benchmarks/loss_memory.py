@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least, check_results
 from data_speed import AnonymousPeak
 from machine import where_and_when
+from result_files import write_json
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY, WIDTH, ROWS, LENGTH = 152_064, 256, 4, 1024
@@ -114,7 +116,7 @@ def compare(trained_share: float, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure with all tokens trained and with 40 % of them, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "loss_memory.json")
     parser.add_argument("--measure", choices=WAYS, help="one pass, as JSON; used by the benchmark itself")
     parser.add_argument("--trained-share", type=float, default=1.0)
@@ -122,12 +124,13 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given.measure, given.trained_share)))
         return
+    check_results(parser, "--results", given.results)
     where = where_and_when()
     found = {f"{share:.0%} of tokens trained": compare(share, given.rounds) for share in (1.0, 0.4)}
     what = (
         f"{ROWS} x {LENGTH} tokens, {WIDTH} wide, vocabulary {VOCABULARY}, float32, one thread, {given.rounds} rounds"
     )
-    given.results.write_text(json.dumps({"what": what, **found, **where}, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, {"what": what, **found, **where})
     print(json.dumps(found, indent=1))
 
 

@@ -2,70 +2,55 @@
 
 python benchmarks/packing_speed.py        (make bench-packing)
 
-A Qwen2 of 4 layers, 256 wide, with random weights and sdpa, LoRA on all linear layers, on rows of the data set as they
-come. Both ways take turns in rounds, every other one packed first; what counts is the median of the ratios inside them.
+run_all.py's larger model with sdpa, LoRA on all linear layers, on rows of the data set as they come; one thread. Both
+ways take turns in rounds, every other one packed first; what counts is the median of the ratios inside them. As in
+run_all.py a speed is that from the end of the first optimizer step to the end of the last: the first has what only a
+first call costs.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from data_speed import SHARED, check_files, write_rows
+from arguments import at_least, check_results
+from contest import OURS, Contest, Size, make_contest, run_contestant
+from data_speed import SHARED, check_files
 from machine import where_and_when
+from result_files import write_json
+from run_all import LIMIT_SECONDS
 
 HERE = Path(__file__).resolve().parent
-GLOBAL_BATCH, MICRO_BATCHES = 64, (4, 8, 16)
-RECIPE = """
-model: {{name_or_path: {base}, dtype: float32}}
-lora: {{r: 8}}
-data: {{path: {rows}, max_length: 512}}
-training: {{global_batch_size: 64, num_train_epochs: 1, activation_checkpointing: false, save_strategy: no}}
-"""
+GLOBAL_BATCH, MICRO_BATCHES = 32, (4, 16)
+DIVISORS = [number for number in range(1, GLOBAL_BATCH + 1) if GLOBAL_BATCH % number == 0]
+LEAST_TIMED = 2  # steps, after the first
 
 
-def build_base(tokenizer: Path, folder: Path, vocabulary: int = 0) -> Path:
-    """Save the model with random weights, and the tokenizer beside it; a head of at least `vocabulary` tokens."""
-    import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=max(len(loaded), vocabulary), **shape, **heads)).save_pretrained(folder)
-    loaded.save_pretrained(folder)
-    return folder
-
-
-def run(recipe: Path, name: str, micro_batch: int, packing: bool) -> dict[str, float]:
+def run(contest: Contest, label: str, micro_batch: int, packing: bool) -> dict[str, float]:
     """Train to the end and return speed, padding, loss and memory."""
-    words = [f"training.per_device_train_batch_size={micro_batch}", f"data.packing={str(packing).lower()}"]
-    command = [sys.executable, str(HERE.parent / "finetune.py"), str(recipe), "--run-dir", name, *words]
-    environ = {**os.environ, "TUNEBOOK_CACHE": str(recipe.parent / "cache")}
-    ended = subprocess.run(command, cwd=recipe.parent, env=environ, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(ended.stdout + ended.stderr)
-    summary = json.loads((recipe.parent / name / "run_summary.json").read_text(encoding="utf-8"))
+    words = (f"training.per_device_train_batch_size={micro_batch}", f"data.packing={str(packing).lower()}")
+    ended = run_contestant(OURS, replace(contest, words=words), label, LIMIT_SECONDS, num_processes=1)
+    if ended.error:
+        raise SystemExit(f"{' '.join(words)}: {ended.error}")
+    [written] = contest.folder.glob(f"{label}-*/run_summary.json")
+    summary = json.loads(written.read_text(encoding="utf-8"))
     return {
-        "trained_tokens_per_second": round(summary["tokens_per_second"], 1),
+        "trained_tokens_per_second": round(ended.tokens_per_second, 1),
         "padding": round(summary["padded_tokens"] / summary["processed_tokens"], 4),
         "final_loss": summary["final_loss"],
         "peak_memory_mib": round(summary["peak_memory_bytes"] / 2**20),
     }
 
 
-def compare(recipe: Path, micro_batch: int, rounds: int) -> dict[str, Any]:
+def compare(contest: Contest, micro_batch: int, rounds: int) -> dict[str, Any]:
     """Return the medians of both ways by turns, and how many times faster packed rows were in the same round."""
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     for number in range(rounds):
         for packing in (False, True) if number % 2 == 0 else (True, False):
-            found[packing].append(run(recipe, f"{micro_batch}-{number}-{packing}", micro_batch, packing))
+            found[packing].append(run(contest, f"{micro_batch}-{number}-{packing}", micro_batch, packing))
     padded, packed = ([one["trained_tokens_per_second"] for one in found[way]] for way in (False, True))
     ratios = [ours / theirs for ours, theirs in zip(packed, padded, strict=True)]
     return {
@@ -81,28 +66,39 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in runs) for name in runs[0]}
 
 
-def main() -> None:
-    """Measure each micro-batch both ways and write the result."""
+def read_arguments() -> argparse.Namespace:
+    """Return the command line, and the `steps` that the rows make; exit code 2 where too few would be timed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
-    parser.add_argument("--num-rows", type=int, default=4 * GLOBAL_BATCH)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-rows", type=at_least(1), default=(1 + LEAST_TIMED) * GLOBAL_BATCH)
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", choices=DIVISORS, default=list(MICRO_BATCHES), help="each both ways"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "packing_speed.json")
     given = parser.parse_args()
     check_files(parser, given)
-    found = where_and_when()
-    found |= {"what": f"{given.num_rows} rows, global batch {GLOBAL_BATCH}", "rounds": given.rounds}
+    given.steps, ragged = divmod(given.num_rows, GLOBAL_BATCH)
+    if ragged or given.steps <= LEAST_TIMED:
+        least = f"{(1 + LEAST_TIMED) * GLOBAL_BATCH} on: the first step is not timed, and {LEAST_TIMED} are to be"
+        parser.error(f"--num-rows {given.num_rows} is no multiple of {GLOBAL_BATCH}, the global batch, from {least}")
+    check_results(parser, "--results", given.results)
+    return given
+
+
+def main() -> None:
+    """Measure each micro-batch both ways and write the result."""
+    given, found = read_arguments(), where_and_when()
+    what = f"{given.num_rows} rows, global batch {GLOBAL_BATCH}, {given.steps - 1} steps after the first, one thread"
+    found |= {"what": what, "rounds": given.rounds}
     with TemporaryDirectory() as folder:
-        base = build_base(given.tokenizer, Path(folder) / "base")
-        rows = write_rows(given.rows, given.num_rows, Path(folder) / "rows.json")
-        recipe = Path(folder) / "recipe.yaml"
-        recipe.write_text(RECIPE.format(base=base, rows=rows), encoding="utf-8")
-        for micro_batch in MICRO_BATCHES:
-            found[f"micro-batch {micro_batch}"] = compare(recipe, micro_batch, given.rounds)
+        size = Size(Path(), given.rows, GLOBAL_BATCH, given.micro_batches[0], given.tokenizer)
+        contest = make_contest("packing, LoRA", size, given.steps, 1, Path(folder) / "contest")
+        for micro_batch in dict.fromkeys(given.micro_batches):
+            found[f"micro-batch {micro_batch}"] = compare(contest, micro_batch, given.rounds)
             print(f"micro-batch {micro_batch}: {json.dumps(found[f'micro-batch {micro_batch}'])}", flush=True)
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, found)
 
 
 if __name__ == "__main__":

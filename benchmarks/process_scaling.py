@@ -13,10 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from arguments import at_least, check_results
 from contest import OURS, Contest, make_contest, run_contestant
 from data_speed import SHARED, check_files
 from machine import where_and_when
-from run_all import LARGER, LIMIT_SECONDS, TINY, sizes
+from result_files import write_json
+from results_table import LARGER, TINY
+from run_all import LIMIT_SECONDS, sizes
 
 HERE = Path(__file__).resolve().parent
 PROCESSES = (1, 2)
@@ -45,11 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="of a run; ten times as many of the tiny model")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(2), default=6, help="of a run; ten times as many of the tiny model")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "process_scaling.json")
     given = parser.parse_args()
     check_files(parser, given)
+    check_results(parser, "--results", given.results)
     found = where_and_when()
     with TemporaryDirectory() as folder:
         for label in (LARGER, TINY):
@@ -58,8 +62,7 @@ def main() -> None:
                 f"{label}, LoRA", size, given.steps * size.times_the_steps, 1, Path(folder) / f"{label}, LoRA"
             )
             found[label] = measure(contest, given.rounds)
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, found)
     print(json.dumps(found, indent=1))
 
 

@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Any
 
-from contest import BY_HAND, TRL, TRL_REBALANCED, Run
+from contest import BY_HAND, CONTESTANTS, OURS, TRL, TRL_REBALANCED, Run
 from peers import NOT_TO_BE_HAD
 
 # finetune.py's trained tokens a second by the other's, at least: in every contest, and in those of the larger model.
 EVERYWHERE = {BY_HAND: 0.97}
 AT_THE_LARGER_SIZE = {TRL: 2.5, TRL_REBALANCED: 1.5}
 OF_ANY_OTHER = 1.0
+LARGER, TINY = "larger", "tiny"
+METHODS = ("LoRA", "QLoRA")
+CONTESTS = tuple(f"{size}, {method}" for size in (LARGER, TINY) for method in METHODS)
 
 
 def ratios_of(runs: Mapping[str, Sequence[Run]], ours: str) -> dict[str, dict[str, Any]]:
@@ -56,7 +59,7 @@ def _spread(values: Sequence[float], digits: int) -> dict[str, float]:
 
 def promised(contest: str, name: str) -> float:
     """Return the least ratio that is promised of finetune.py against a contestant."""
-    at_size = AT_THE_LARGER_SIZE if contest.startswith("larger") else {}
+    at_size = AT_THE_LARGER_SIZE if contest.startswith(LARGER) else {}
     return EVERYWHERE.get(name, at_size.get(name, OF_ANY_OTHER))
 
 
@@ -70,6 +73,23 @@ def broken_ratios(contests: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 broken.append(f"{contest}: {ratio:.2f} times {name}, promised {least:g}")
         broken += [f"{contest}: {name}: {error}" for name, error in found["errors"].items()]
     return broken
+
+
+def unmeasured(contests: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the contests that were not held, and of the others whom finetune.py was not held against.
+
+    Those that failed are not among them: they have broken a promise.
+    """
+    found = []
+    for contest in CONTESTS:
+        if contest not in contests:
+            found.append(contest)
+            continue
+        told = {OURS, *contests[contest]["errors"]}
+        told |= {name for name, one in contests[contest]["ratios"].items() if "ratio" in one}
+        if left_out := [name for name in CONTESTANTS if name not in told]:
+            found.append(f"{contest}: {'; '.join(left_out)}")
+    return found
 
 
 def ratio_rows(contests: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -129,9 +149,19 @@ def render(found: Mapping[str, Any]) -> str:
     ]
     parts += [part for name, one in contests.items() for part in parts_of(name, one)]
     parts += ["## Versions", "\n".join(versions_by_contestant(contests))]
-    broken = found["broken_promises"]
-    parts += ["## Promises not kept", *(f"- {one}" for one in broken)] if broken else ["All promises are kept."]
+    parts += said_of_promises(found["broken_promises"], unmeasured(contests))
     return "\n\n".join(parts) + "\n"
+
+
+def said_of_promises(broken: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    """Return what became of the promises: those not kept, and what was not measured, of which none is known."""
+    parts = ["## Promises not kept", *(f"- {one}" for one in broken)] if broken else []
+    if left_out:
+        parts += ["## Not measured", "Whether what is promised of these is kept is not known:"]
+        parts += [f"- {one}" for one in left_out]
+    if broken:
+        return parts
+    return [*parts, "What was measured keeps its promises."] if left_out else ["All promises are kept."]
 
 
 def parts_of(name: str, contest: Mapping[str, Any]) -> list[str]:

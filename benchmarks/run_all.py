@@ -1,14 +1,15 @@
 """The speed of training and what padding costs, ours beside what people would use instead; one command.
 
-python benchmarks/run_all.py                           (make bench; more than an hour; quiet machines only)
-python benchmarks/run_all.py --rounds 1 --steps 2      to try it
+python benchmarks/run_all.py                                             (make bench; more than an hour; quiet machines)
+python benchmarks/run_all.py --rounds 1 --steps 2 --results FOLDER       to try it
 
 Two models, LoRA and QLoRA, trained by finetune.py, by train_ddp.py and by others, each as two processes of its own on
 the same model, rows, labels, optimizer and precision. First all train three steps on one global batch: the loss of the
 first, what is trained, in which types and by which optimizer must be the same, the first gradient's norm and the
 adapter's at the end as large. Then they take turns in rounds, and after those finetune.py and train_ddp.py alone. What
 counts is trained tokens a second from the end of the first optimizer step to the end of the last; a ratio is the median
-of those inside the rounds. Exit code 1 where a promise is not kept.
+of those inside the rounds. Exit code 1 where a promise is not kept; what a trial leaves out is named on the page and is
+no failure. Any option needs --results, a folder: the results of the whole benchmark are not overwritten by others.
 """
 
 import argparse
@@ -18,12 +19,14 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+from arguments import at_least, check_results
 from contest import (
     BY_HAND,
     CONTESTANTS,
@@ -43,7 +46,8 @@ from data_speed import SHARED, check_files
 from machine import where_and_when
 from padding_share import broken_promises, measure
 from peers import PEERS, install
-from results_table import broken_ratios, ratios_of, render
+from result_files import write_text
+from results_table import CONTESTS, LARGER, METHODS, TINY, broken_ratios, ratios_of, render, unmeasured
 
 HERE = Path(__file__).resolve().parent
 CHECK_STEPS, SEEN = 3, ("trains", "gradient_norm", "moved", "versions")
@@ -51,7 +55,6 @@ CHECK_STEPS, SEEN = 3, ("trains", "gradient_norm", "moved", "versions")
 # averages the means of micro-batches, which weighs rows by how few labels are beside them.
 FIRST_LOSS_WITHIN, NORMS_WITHIN, AS_MEANS = 1e-5, 1e-3, {LIGHTNING: 0.15}
 LIMIT_SECONDS = 900.0
-LARGER, TINY = "larger", "tiny"
 
 
 def sizes(given: argparse.Namespace) -> dict[str, Size]:
@@ -162,7 +165,7 @@ def run_everything(given: argparse.Namespace) -> dict[str, Any]:
         found["contests"] |= {name: one for name, one in held.items() if goes_with(one, found, given.contests)}
     with TemporaryDirectory() as folder:
         for label, size in sizes(given).items():
-            for method in ("LoRA", "QLoRA"):
+            for method in METHODS:
                 name = f"{label}, {method}"
                 if name in given.contests:
                     found["contests"][name] = hold_contest(name, size, given, Path(folder))
@@ -181,10 +184,10 @@ def goes_with(contest: Mapping[str, Any], found: Mapping[str, Any], held_now: Se
 def write_results(found: dict[str, Any], folder: Path) -> str:
     """Write <date>.json and <date>.md, after each contest again, and return the page."""
     found["broken_promises"] = broken_promises(found["padding"]) + broken_ratios(found["contests"])
+    found["not_measured"] = unmeasured(found["contests"])
     text, stem = without_places(render(found)), folder / found["date"]
-    folder.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(without_places(json.dumps(found, indent=1)) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_text(stem.with_suffix(".json"), without_places(json.dumps(found, indent=1)) + "\n")
+    write_text(stem.with_suffix(".md"), text)
     return text
 
 
@@ -195,20 +198,8 @@ def without_places(text: str) -> str:
     return re.sub(rf"{re.escape(gettempdir())}/[^/'\" ]+", "FOLDER", text)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number from a command line, and refuses a smaller one than `least`."""
-
-    def read(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise argparse.ArgumentTypeError(f"{word} is no whole number from {least} on")
-        return int(word)
-
-    return read
-
-
 def read_arguments() -> argparse.Namespace:
     """Return the command line; the files that are needed are there."""
-    contests = [f"{size}, {method}" for size in (LARGER, TINY) for method in ("LoRA", "QLoRA")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=SHARED / "data" / "alpaca_2000.json", help="a JSON list of rows")
     parser.add_argument("--tokenizer", type=Path, default=SHARED / "assets" / "qwen2.5-tokenizer-mini")
@@ -218,21 +209,33 @@ def read_arguments() -> argparse.Namespace:
         ("--steps", 4, 2, "of a run; ten times as many of the tiny model"),
     ):
         parser.add_argument(name, type=at_least(least), default=default, metavar="N", help=said)
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="the folder that the results go to")
+    parser.add_argument("--results", type=Path, help="the folder of the results; benchmarks/results with nothing else")
     parser.add_argument(
         "--contests",
         nargs="+",
-        choices=contests,
-        default=contests,
+        choices=CONTESTS,
+        default=list(CONTESTS),
         help="others held on the same day by the same code stay in the results",
     )
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     given = parser.parse_args()
+    keep_apart(parser, given)
     if OURS not in given.contestants:
         parser.error(f"all are measured against {OURS}, which is not among them")
     check_files(parser, given)
-    given.contestants.sort(key=list(CONTESTANTS).index)
+    today = date.today().isoformat()
+    check_results(parser, "--results", given.results, (f"{today}.json", f"{today}.md"))
     return given
+
+
+def keep_apart(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Put the results where those of the whole benchmark are if this is one, else refuse to without --results."""
+    given.contestants = [one for one in CONTESTANTS if one in given.contestants]
+    given.contests = [one for one in CONTESTS if one in given.contests]
+    others = [f"--{name}" for name, value in vars(given).items() if value != parser.get_default(name)]
+    if given.results is None and others:
+        parser.error(f"{', '.join(others)}: not the whole benchmark, whose results stay; give --results FOLDER")
+    given.results = given.results or HERE / "results"
 
 
 def main() -> None:

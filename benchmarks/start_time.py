@@ -10,20 +10,24 @@ torch take to end counts on neither side. By turns, each in a new process; a bro
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
+from arguments import at_least, check_results
 from machine import where_and_when
+from result_files import write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MOST_OF_IMPORTS, MOST_SECONDS_BROKEN = 1.15, 1.0
 REFUSED = 2  # exit code of finetune.py
+LINES_TOLD = 20  # of what a program said that failed
 # One row, so that it is the start that is timed and not the work of a step.
 ONE_ROW = ("training.global_batch_size=1", "training.per_device_train_batch_size=1")
 STEP = ("training.max_steps=1", "training.num_train_epochs=null", "training.logging_steps=1", *ONE_ROW)
@@ -51,15 +55,30 @@ def seconds_to_first_step(place: Path, number: int) -> float:
     """Return the seconds from the launch to the line of step 1 in metrics.jsonl."""
     folder = place / f"run-{number}"
     command = [sys.executable, "finetune.py", "recipes/tiny_qlora.yaml", "--run-dir", str(folder), *STEP, *NOTHING_ELSE]
-    began = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(place / "cache"), stdout=subprocess.DEVNULL)
-    metrics = folder / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n")):
-        if process.poll() not in (None, 0):
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-        time.sleep(0.005)
-    seconds = time.perf_counter() - began
-    process.wait()
+    return seconds_to_line(command, folder / "metrics.jsonl", environment(place / "cache"))
+
+
+def seconds_to_line(command: list[str], file: Path, environ: dict[str, str]) -> float:
+    """Return the seconds from the launch of a command to the first whole line of a file, after the command's end.
+
+    Ends with what it said last where it ends without a line, or in an error.
+    """
+    with TemporaryFile() as said:
+        began = time.perf_counter()
+        with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=said, stderr=subprocess.STDOUT) as process:
+            seconds, ended = None, False
+            # Once more after the end: the line may have come between the last look at the file and that.
+            while seconds is None and not ended:
+                ended = process.poll() is not None
+                if file.exists() and b"\n" in file.read_bytes():
+                    seconds = time.perf_counter() - began
+                else:
+                    time.sleep(0.005)
+        if seconds is None or process.returncode:
+            said.seek(0)
+            tail = said.read().decode(errors="replace").strip().splitlines()[-LINES_TOLD:]
+            line = "" if seconds is not None else f" without a line in {file.name}"
+            raise SystemExit("\n".join([f"{shlex.join(command)} ended with {process.returncode}{line}:", *tail]))
     return seconds
 
 
@@ -111,12 +130,12 @@ def compare(rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and write the result; exit code 1 where a promise is not kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "start_time.json")
     given = parser.parse_args()
+    check_results(parser, "--results", given.results)
     found = compare(given.rounds)
-    given.results.parent.mkdir(parents=True, exist_ok=True)
-    given.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(given.results, found)
     print(json.dumps(found, indent=1))
     kept = found["times_imports_and_load"] <= MOST_OF_IMPORTS
     sys.exit(not (kept and found["seconds"]["plan of a broken recipe"] < MOST_SECONDS_BROKEN))

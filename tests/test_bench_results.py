@@ -1,5 +1,6 @@
 """The table of the training benchmark: ratios inside the rounds, losing rows first, and each promise held to."""
 
+import json
 import math
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from contest import Run, launched
+from contest import CONTESTANTS, Run, launched
 from padding_share import broken_promises
-from results_table import broken_ratios, median_interval, promised, ratio_rows, ratios_of, render
-from run_all import differences, goes_with, read_arguments
+from results_table import CONTESTS, broken_ratios, median_interval, promised, ratio_rows, ratios_of, render, unmeasured
+from run_all import differences, goes_with, main, read_arguments, write_results
 
+FILES = ("--rows", str(ROOT / "data" / "quickstart.jsonl"), "--tokenizer", str(ROOT / "assets" / "tiny-qwen2"))
 WHERE = {
     "date": "2026-01-02",
     "command": "python benchmarks/run_all.py",
@@ -152,10 +154,70 @@ def test_the_page_has_the_table_and_what_was_not_kept():
     }
     page = render(found)
     row = "| tiny, LoRA | train_ddp.py | 0.50 | 0.50 to 0.50 | 0.97, **not kept** | 200 (200 to 200) |"
-    assert row in page and "| 4 | 3.8% | 0.0% | 37.0% |" in page and page.rstrip().endswith("promised 0.97")
-    assert "All promises are kept" in render({**found, "broken_promises": []})
+    assert (
+        row in page
+        and "| 4 | 3.8% | 0.0% | 37.0% |" in page
+        and "- tiny, LoRA: 0.50 times train_ddp.py, promised 0.97\n" in page
+    )
+    assert "- larger, LoRA\n" in page and "tiny, LoRA: trl sft; SFTTrainer, batch_rebalance; Lightning, DDP" in page
     assert "commit 0123456789; load average 0.1 before and 2.0 after" in page
     assert "All train 7 numbers (float32, gradient float32) by AdamW (lr 0.001, fused True):" in page
+
+
+def everything():
+    speeds = ratios_of({name: runs(300 if name == "finetune.py" else 100) for name in CONTESTANTS}, "finetune.py")
+    return {name: {**contest(), "ratios": dict(speeds)} for name in CONTESTS}
+
+
+def test_promises_are_all_kept_only_where_all_were_measured(tmp_path):
+    found = {
+        **WHERE,
+        "settings": {"processes": 2, "threads": 1},
+        "padding": {4: {"laid out": 0.038, "packed": 0.0, "random": 0.37}},
+        "contests": everything(),
+    }
+    page = write_results(found, tmp_path)
+    assert page.endswith("\n\nAll promises are kept.\n") and found["not_measured"] == []
+    del found["contests"]["larger, QLoRA"], found["contests"]["tiny, LoRA"]["ratios"]["trl sft"]
+    found["contests"]["tiny, QLoRA"]["errors"] = {"Lightning, DDP": "not installed"}
+    del found["contests"]["tiny, QLoRA"]["ratios"]["Lightning, DDP"]
+    page = write_results(found, tmp_path)
+    assert found["not_measured"] == ["larger, QLoRA", "tiny, LoRA: trl sft"], "one that failed is told as not kept"
+    assert "All promises" not in page and "What was measured keeps" not in page
+    assert page.endswith("is not known:\n\n- larger, QLoRA\n\n- tiny, LoRA: trl sft\n")
+    del found["contests"]["tiny, QLoRA"]
+    assert write_results(found, tmp_path).endswith("\n\nWhat was measured keeps its promises.\n")
+    kept = json.loads((tmp_path / "2026-01-02.json").read_text(encoding="utf-8"))
+    assert kept["not_measured"] == ["larger, QLoRA", "tiny, LoRA: trl sft", "tiny, QLoRA"] == found["not_measured"]
+    assert unmeasured({}) == list(CONTESTS)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--rounds", "1", "--steps", "2"), "--rounds, --steps"),
+        (("--pairs", "1"), "--pairs"),
+        (("--contests", "tiny, LoRA"), "--contests"),
+        (("--contestants", "finetune.py", "train_ddp.py"), "--contestants"),
+        (FILES, "--rows, --tokenizer"),
+    ],
+)
+def test_a_trial_needs_a_folder_of_its_own(words, named, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["run_all.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    line = capsys.readouterr().err.splitlines()[-1]
+    said = "not the whole benchmark, whose results stay; give --results FOLDER"
+    assert (ended.value.code, line) == (2, f"run_all.py: error: {named}: {said}")
+    monkeypatch.setattr(sys, "argv", ["run_all.py", *words, *FILES, "--results", str(tmp_path)])
+    assert read_arguments().results == tmp_path
+
+
+def test_the_whole_benchmark_has_the_folder_of_results(monkeypatch):
+    monkeypatch.setattr("run_all.check_files", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--rounds", "5", "--contestants", *reversed(CONTESTANTS)])
+    given = read_arguments()
+    assert given.results == ROOT / "benchmarks" / "results" and given.contestants == list(CONTESTANTS)
 
 
 @pytest.mark.parametrize("words", [("--rounds", "0"), ("--pairs", "many"), ("--steps", "1"), ("--steps", "-3")])
@@ -200,9 +262,9 @@ def test_both_programs_of_ours_are_measured_and_their_losses_agree(tmp_path):
         "finetune.py",
         "train_ddp.py",
     ]
-    files = ["--rows", ROOT / "data" / "quickstart.jsonl", "--tokenizer", ROOT / "assets" / "tiny-qwen2"]
-    command = [sys.executable, ROOT / "benchmarks" / "run_all.py", *words, *files, "--results", tmp_path]
+    command = [sys.executable, ROOT / "benchmarks" / "run_all.py", *words, *FILES, "--results", tmp_path]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0 or "promised" in ended.stderr, ended.stderr
     [page] = tmp_path.glob("*.md")
+    assert "- tiny, QLoRA: trl sft; SFTTrainer" in page.read_text() and "All promises are kept" not in page.read_text()
     assert "| tiny, QLoRA | train_ddp.py | " in page.read_text() and "Traceback" not in ended.stderr

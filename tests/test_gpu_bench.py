@@ -48,6 +48,18 @@ def test_where_nothing_is_installed_it_says_so_in_one_line():
     assert "typer" not in line, "no command is used"
 
 
+@pytest.mark.parametrize("kept", [{"tiny": False}, {"gpu": "of before there was a flag"}, [], "no JSON", None])
+def test_a_tiny_run_overwrites_no_real_results(kept, tmp_path):
+    text = kept if isinstance(kept, str) else json.dumps(kept)
+    (tmp_path / "gpu.md").write_text("figures", encoding="utf-8")
+    if kept is not None:
+        (tmp_path / "gpu.json").write_text(text, encoding="utf-8")
+    shown = typed("--tiny", "--out", tmp_path)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.splitlines()[-1].endswith("holds the results of a real model; give another --out")
+    assert (tmp_path / "gpu.md").read_text(encoding="utf-8") == "figures"
+
+
 def test_it_ends_in_time_whatever_it_does():
     code = "import gpu, time; gpu.stop_after(0.2, 'out of time'); time.sleep(30)"
     environ = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
@@ -139,10 +151,11 @@ def test_what_computes_something_else_is_marked_and_wins_no_table():
 @pytest.mark.slow
 def test_the_results_are_written_after_each_setting(tmp_path):
     from gpu_bench import measure_all
+    from gpu_model import TINY
     from gpu_results import Results
     from gpu_settings import Setting
 
-    results, written = Results(tmp_path / "new", "cpu", "float32", {"float32": OFF}), []
+    results, written = Results(tmp_path / "new", "cpu", "float32", TINY, {"float32": OFF}), []
 
     def measure(setting):
         if setting.rows == 2:
@@ -155,6 +168,24 @@ def test_the_results_are_written_after_each_setting(tmp_path):
     assert [one["missing"] for one in written[0]] == ["a test", "not reached", "not reached"]
     table = (tmp_path / "new" / "gpu.md").read_text(encoding="utf-8")
     assert "| 1 x 64, checkpointing on, sdpa | a test |" in table and table.count("not reached") == 2
+
+
+@pytest.mark.slow
+def test_the_results_say_which_model_was_measured(tmp_path):
+    import gpu
+    from gpu_model import QWEN_7B, TINY
+    from gpu_results import Results
+
+    for shape, dtype, said in (
+        (TINY, "torch.float32", "The tiny shape (2 layers, 128 wide, vocabulary 2,048), random weights, NF4"),
+        (QWEN_7B, "torch.bfloat16", "Qwen2.5-7B's shape (28 layers, 3584 wide, vocabulary 152,064), random weights"),
+    ):
+        Results(tmp_path, "cpu", dtype, shape, {}).write()
+        kept = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+        assert (kept["tiny"], kept["shape"], kept["dtype"]) == (shape == TINY, shape, dtype)
+        table = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+        assert said in table and f"r=16, {dtype}. " in table and "--tiny" not in table
+        assert gpu.holds_real_results(tmp_path) == (shape == QWEN_7B)
 
 
 @pytest.mark.slow
@@ -322,5 +353,7 @@ def test_it_measures_a_tiny_model_on_the_cpu_and_names_what_is_missing(tmp_path)
     assert all(row[1].strip() for row in rows), "a figure, or what is missing"
     assert "computes something else" not in shown.stdout
     assert shown.stdout.strip().splitlines()[-1] in (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    kept = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["measured"]
+    kept = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert kept["tiny"] and kept["shape"]["hidden_size"] == 128
+    kept = kept["measured"]
     assert sum("tokens_per_second" in one for one in kept) == len(measured)
