@@ -31,7 +31,7 @@ test-slow: install
 torture: install
 	PYTHONPATH=tests $(BIN)/python tests/torture.py --kills 100
 
-# The bench targets pass on what they are given: make bench ARGS="--rows ROWS.json --tokenizer FOLDER".
+# The bench targets pass on what they are given: make bench-data ARGS="--rows ROWS.json --tokenizer FOLDER".
 
 # Training speed beside other programs, which get environments of their own under benchmarks/.venvs.
 # More than an hour; quiet machines only.
