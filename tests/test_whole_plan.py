@@ -376,7 +376,7 @@ def test_what_the_caches_of_the_hub_hold_is_used(tmp_path, base):
 
 
 @pytest.mark.long
-def test_52002_cached_rows_take_seconds_no_group_and_no_weights(tmp_path, base):
+def test_52002_cached_rows_are_not_prepared_again_and_take_no_group_and_no_weights(tmp_path, base):
     rows = json.loads(shared("data", "alpaca_2000.json").read_text(encoding="utf-8"))
     write_jsonl(tmp_path / "rows.jsonl", (rows[number % len(rows)] for number in range(52002)))
     model = shutil.copytree(base, tmp_path / "model")
@@ -388,7 +388,7 @@ def test_52002_cached_rows_take_seconds_no_group_and_no_weights(tmp_path, base):
     watch += "assert not torch.distributed.is_initialized()"
     environ = {**os.environ, "TUNEBOOK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
     words = ("case.yaml", "--plan", "--json", "--step-seconds", "0.8", "--gpu", "24")
-    seconds = []
+    seconds, kept = [], []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-c", watch, *words]
@@ -396,8 +396,9 @@ def test_52002_cached_rows_take_seconds_no_group_and_no_weights(tmp_path, base):
         assert result.returncode == 0, result.stderr[-3000:]
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        kept.append({file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.arrow")})
     plan = json.loads(result.stdout)
     assert plan["data"]["num_equal_rows"] > 50000
-    # Seconds of the processor: those of the clock depend on what else runs. The second plan finds the rows prepared.
+    assert kept[0] == kept[1] and kept[0], "the second finds the rows prepared"
+    # Seconds of the processor, which on a machine with other work are up to twice those of an idle one.
     print(f"seconds of the first plan {seconds[0]:.1f}, of the second {seconds[1]:.1f}")
-    assert seconds[1] < 10

@@ -1,5 +1,6 @@
 """What comes out of a run: held-out rows before and after, the adapter, and run_summary.json from start to end."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class Record:
         Of the metrics of an earlier life the lines up to `after_step` are kept, none where it is None.
         """
         self._run, self._memory = run, PeakMemory(run.world.device)
+        self._ending, self._is_noted_for_good = threading.Lock(), False
         started = start_summary(run.recipe, run.plan, run.world, run.data, run.model)
         self.summary = replace(started, went_on_from_step=after_step)
         self.report: ProgressReport | None = None
@@ -97,7 +99,7 @@ class Record:
     def kept(self, trainer: Training) -> Iterator[None]:
         """Write down how the run ended if it ends with an error inside, after how many steps and seconds."""
         if self._run.world.is_main:
-            set_last_words(lambda reason: self._note_failure(trainer, TrainingFailed(reason)))
+            set_last_words(lambda reason: self._note_failure(trainer, TrainingFailed(reason), for_good=True))
         try:
             yield
         except BaseException as error:
@@ -109,12 +111,21 @@ class Record:
             if self.report is not None:
                 self.report.close()
 
-    def _note_failure(self, trainer: Training, error: BaseException) -> None:
-        step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
-        wall = self._run.wall.seconds
-        self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
-        with suppress(OSError):  # on a full disk it is the first error that should be seen
-            self._write()
+    def _note_failure(self, trainer: Training, error: BaseException, for_good: bool = False) -> None:
+        """Write why the run ended; once that is noted `for_good`, nothing else is.
+
+        The watchdog's thread knows who hangs; the main thread, whose collective runs out of time in the same moment,
+        does not, and may be the last to write.
+        """
+        with self._ending:
+            if self._is_noted_for_good:
+                return
+            self._is_noted_for_good = for_good
+            step = error.step if isinstance(error, Interrupted) else trainer.state.global_step
+            wall = self._run.wall.seconds
+            self.summary = replace(failed_summary(self.summary, error), num_optimizer_steps=step, wall_seconds=wall)
+            with suppress(OSError):  # on a full disk it is the first error that should be seen
+                self._write()
 
     def note_before(self, before: HeldOut) -> None:
         """Note what the model could do before step 1."""
