@@ -401,8 +401,19 @@ def test_text_that_is_no_recipe(recipe, text, said):
     assert said in only_problem(recipe(text=text))
 
 
-def test_a_file_that_cannot_be_read(tmp_path):
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     assert "no such recipe" in only_problem(str(tmp_path / "missing.yaml"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".hidden_qlora.yaml").touch()
+    assert only_problem("tiny_qlora.yaml").endswith("Give the path of a .yaml file")
+    (tmp_path / "recipes").mkdir()
+    for name in ("tiny_qlora.yaml", "other.yaml"):
+        (tmp_path / "recipes" / name).touch()
+    assert only_problem("tiny_qlora.yaml").endswith("Did you mean recipes/tiny_qlora.yaml?")
+    (tmp_path / "beside.yaml").touch()
+    assert only_problem("tiny_qlora.yaml").endswith("Did you mean recipes/tiny_qlora.yaml?")
+    assert only_problem("besides.yaml").endswith("Did you mean beside.yaml?")
+    assert only_problem("x" * 200).endswith("Did you mean beside.yaml?")
     (tmp_path / "case.yaml").write_text(BASE)
     assert "case.yaml" in only_problem(str(tmp_path / "caze.yaml"))
     assert "is a folder" in only_problem(str(tmp_path))

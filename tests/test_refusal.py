@@ -10,6 +10,8 @@ import pytest
 
 from tunebook.errors import Problem, Refused, TrainingFailed, is_out_of_memory
 from tunebook.launching.refusal import exit_refused
+from tunebook.system.secret_text import hide_tokens
+from tunebook.system.spelling import near_words
 
 RANK = """
 import json, os, sys, tempfile, time
@@ -216,3 +218,23 @@ def test_in_process_it_is_a_system_exit(capsys):
 )
 def test_out_of_memory_is_what_others_say_of_it_not_what_is_told_of_it_already(error, is_so):
     assert is_out_of_memory(error) == is_so
+
+
+def test_a_report_ends_where_nobody_reads_on():
+    problems = [Problem(f"number {number} is wrong", "mend it") for number in range(130)]
+    lines = Refused(problems).render().splitlines()
+    assert lines[0] == "refused: 130 problems" and lines[-1].strip() == "and 30 more" and len(lines) == 102
+    [line] = Refused(Problem("x" * 100_000 + " is wrong", "Mend it", "here.yaml:3", "training")).render().splitlines()
+    assert len(line) < 5000 and line.startswith("refused: here.yaml:3: training: xxx") and line.endswith("Mend it")
+
+
+def test_what_is_too_long_for_a_name_is_like_none():
+    assert near_words("training", ["trainings", "model"]) == ["trainings"]
+    assert near_words("training" * 1000, ["trainings", "training" * 1000]) == []
+
+
+def test_a_password_is_hidden_and_a_long_word_costs_no_square_of_its_length():
+    assert (
+        hide_tokens("see https://me:secret@host/x, git+ssh://me@host") == "see https://***@host/x, git+ssh://***@host"
+    )
+    assert hide_tokens("x" * 2_000_000) == "x" * 2_000_000  # which took hours

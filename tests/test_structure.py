@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "tunebook"
 ORDER = [
     "system",
     "system.secret_text",
+    "system.spelling",
     "errors",
     "system.collection",
     "system.quiet",
@@ -133,6 +134,7 @@ ORDER = [
     "plan.findings",
     "training.batches",
     "plan.padding",
+    "plan.schedule",
     "plan.candidates",
     "training.row_masks",
     "training.packing",

@@ -27,6 +27,8 @@ NO_MEMORY = (
     "cuda driver error: out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed",
 )  # fmt: skip
 LONGEST_SHOWN = 60
+# Beyond these nobody reads on: problems of one report, and characters of one problem.
+MOST_PROBLEMS, LONGEST_PROBLEM = 100, 4000
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Problem:
 def _shown_safely(text: str) -> str:
     """Return a text on one line, without control characters, and without the tokens that users paste into names."""
     text = hide_tokens(text)
+    if len(text) > LONGEST_PROBLEM:  # what is wrong stands at its start, the fix at its end
+        text = f"{text[: 3 * LONGEST_PROBLEM // 4]} ... {text[-LONGEST_PROBLEM // 4 :]}"
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
@@ -70,7 +74,8 @@ class Refused(ValueError):
         lines = [problem.render() for problem in self.problems]
         if len(lines) == 1:
             return f"refused: {lines[0]}"
-        return "\n".join([f"refused: {len(lines)} problems", *(f"  {line}" for line in lines)])
+        more = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
+        return "\n".join([f"refused: {len(lines)} problems", *(f"  {line}" for line in lines[:MOST_PROBLEMS] + more)])
 
 
 def refuse_name(error: OSError) -> Refused:

@@ -3,12 +3,12 @@
 peft adapts what it finds and is silent about the rest, so one mistyped name trains only part of the model.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tunebook.errors import Problem
+from tunebook.system.spelling import near_words
 
 ALL_LINEAR = "all-linear"
 
@@ -151,7 +151,7 @@ def _missing_tokens(tokens: Any, model: Any) -> list[Problem]:
 
 def _near(name: str, existing: Sequence[str]) -> str:
     last_parts = sorted({other.rpartition(".")[2] for other in existing})
-    near = difflib.get_close_matches(name.rpartition(".")[2], last_parts)
+    near = near_words(name.rpartition(".")[2], last_parts, n=3)
     return f"Nearest: {', '.join(near)}. " if near else ""
 
 

@@ -1,7 +1,6 @@
 """What is wrong with the data section beyond the types of its keys: sources, columns and templates."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from tunebook.recipe.checking import Report, Sections
 from tunebook.recipe.schema import FORM_COLUMNS, FORM_REQUIRED, SourceSection
 from tunebook.recipe.values import WrongValue, nearest_word, read_value
 from tunebook.system.places import is_local_data
+from tunebook.system.spelling import near_words
 
 TEMPLATE_WORDS = ("auto", "alpaca", "chatml")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
@@ -35,7 +35,7 @@ def _read_entry(entry: Mapping[str, Any], key: str, report: Report) -> dict[str,
     read: dict[str, Any] = {}
     for name, value in entry.items():
         if name not in fields:
-            near = get_close_matches(name, fields, n=1)
+            near = near_words(name, list(fields), n=1)
             report(f"{key}.{name}", "unknown key", f"Nearest: {near[0]}" if near else f"Keys are {', '.join(fields)}")
             continue
         try:
@@ -83,7 +83,7 @@ def check_columns(sections: Sections, report: Report) -> None:
         known = PARTS if form == "auto" else tuple(FORM_COLUMNS[form])
         for part in columns or {}:
             if part not in known:
-                near = get_close_matches(part, known, n=1)
+                near = near_words(part, known, n=1)
                 of = "a row" if form == "auto" else f"the form {form}"
                 fix = f"Nearest: {near[0]}" if near else f"Parts are {', '.join(known)}"
                 report(f"{key}.columns", f"{part} is no part of {of}", fix)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel
 from tunebook.recipe.rules import GONE, REFUSED, REFUSED_LORA, RENAMED
 from tunebook.recipe.schema import BatchSection, DataSection, HubSection, ModelSection
 from tunebook.recipe.upstream import installed, lora_keys, quantization_keys, training_keys
+from tunebook.system.spelling import near_words
 
 SECTIONS = ("model", "quantization", "lora", "data", "training", "hub")
 # data needs a path or sources, which is checked where both can be seen.
@@ -53,7 +53,7 @@ def explain_unknown_section(name: str) -> Explained:
     found = _elsewhere(name)
     if found:
         return found
-    near = get_close_matches(name.lower(), SECTIONS, n=1, cutoff=0.6)
+    near = near_words(name.lower(), SECTIONS, n=1, cutoff=0.6)
     if near:
         return Explained("is no section", f"Nearest: {near[0]}", near[0])
     return _near_elsewhere(name) or Explained("is no section", f"Sections are {', '.join(SECTIONS)}")
@@ -83,7 +83,7 @@ def _plain(name: str) -> str:
 
 def _nearest(name: str, names: Iterable[str]) -> str | None:
     by_plain = {_plain(known): known for known in names}
-    near = get_close_matches(_plain(name), by_plain, n=1, cutoff=0.75)
+    near = near_words(_plain(name), list(by_plain), n=1, cutoff=0.75)
     return by_plain[near[0]] if near else None
 
 

@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from tunebook.errors import Problem
+from tunebook.system.spelling import near_words
 
 TAG = "tag:yaml.org,2002:"
 # YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema): no underscores, no sexagesimals, no dates.
@@ -24,6 +25,7 @@ CORE_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 # Python refuses to read integers of more than some thousand digits; no key takes one of a hundred.
 LONGEST_NUMBER = 100
 COMMAND_LINE = "command line"
+RECIPES = Path("recipes")
 PLAIN_TAGS = {f"{TAG}{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "value")}
 
 
@@ -64,7 +66,7 @@ def _read_text(path: str, source: Source) -> str | None:
     except FileNotFoundError:
         source.problems.append(Problem("no such recipe", _suggest_recipe(path), where=path))
     except IsADirectoryError:
-        source.problems.append(Problem("is a folder, not a recipe", _suggest_recipe(path), where=path))
+        source.problems.append(Problem("is a folder, not a recipe", _suggest_recipe(path), where=path or "''"))
     except UnicodeDecodeError as error:
         source.problems.append(Problem(f"is not UTF-8 text ({error.reason} at byte {error.start})", where=path))
     except OSError as error:
@@ -73,16 +75,16 @@ def _read_text(path: str, source: Source) -> str | None:
 
 
 def _suggest_recipe(path: str) -> str:
-    from difflib import get_close_matches
-
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    names = sorted(recipe.name for recipe in folder.glob("*.yaml")) if folder.is_dir() else []
-    if not names and Path("recipes").is_dir():
-        folder, names = Path("recipes"), sorted(recipe.name for recipe in Path("recipes").glob("*.yaml"))
-    near = get_close_matches(Path(path).name, names, n=3, cutoff=0.5) or names[:5]
-    return (
-        f"Did you mean {' or '.join(str(folder / name) for name in near)}?" if near else "Give the path of a .yaml file"
+    there = Path(path) if Path(path).is_dir() else Path(path).parent
+    beside, ours = (
+        [found for found in sorted(folder.glob("*.yaml")) if found.name[0] != "."] for folder in (there, RECIPES)
     )
+    near: list[Path] = []
+    for found in (beside, ours):
+        by_name = {recipe.name: recipe for recipe in found}
+        near = near or [by_name[name] for name in near_words(Path(path).name, list(by_name), n=3)]
+    near = near or beside[:5] or ours[:5]
+    return f"Did you mean {' or '.join(map(str, near))}?" if near else "Give the path of a .yaml file"
 
 
 def _read_yaml(text: str, path: str, source: Source) -> None:

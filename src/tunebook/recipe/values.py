@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -11,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tunebook.recipe.source import CORE_FLOAT, CORE_INT, LONGEST_NUMBER
+from tunebook.system.spelling import near_words
 
 OFF_WORDS = {"no", "off", "false", "none"}
 NAMES = {
@@ -146,5 +146,5 @@ def nearest_divisors(whole: int, wanted: int, most: int) -> list[int]:
 
 def nearest_word(written: str, words: Sequence[str]) -> str:
     """Return the word that was probably meant: one that begins so, else one spelt alike, else ""."""
-    near = [word for word in words if word.startswith(written)] or get_close_matches(written, words, n=1)
+    near = [word for word in words if word.startswith(written)] or near_words(written, words, n=1)
     return near[0] if near else ""

@@ -50,7 +50,8 @@ _WINDOWS_PATH = re.compile(r"\b[A-Za-z]:\\[^\s\"'`;,()<>|]+")
 
 def hide_tokens(text: str) -> str:
     """Return a text without tokens, keys and the passwords of addresses that users paste into names."""
-    text = re.sub(r"(\w+://)[^/\s@]+@", r"\1***@", text)
+    # From the start of a word only: tried at each of its letters, a long word takes the square of its length.
+    text = re.sub(r"\b(\w+://)[^/\s@]+@", r"\1***@", text)
     text = _HUB_TOKEN.sub(r"\1_***", text)
     return _HIDDEN.sub(lambda found: f"{found[0][:4]}***", text)
 
