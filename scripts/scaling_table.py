@@ -54,6 +54,9 @@ def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> St
     size, known = math.gcd(rows, 8), read_gpu(gpu)
     batch = (f"training.global_batch_size={processes * rows}", f"training.per_device_train_batch_size={size}")
     recipe = load_recipe(path, (*batch, "training.gradient_accumulation_steps=null"))
+    if tokens > recipe.data.max_length:
+        longest = f"rows have at most {recipe.data.max_length:,} tokens, and --tokens-per-row is more"
+        raise Refused(Problem(longest, "Give fewer", path, "data.max_length"))
     plan = build_plan(recipe, world_of(processes, "cuda"))
     shape = find_shape(recipe.model.name_or_path, recipe.model.revision)
     if shape is None:
@@ -111,8 +114,8 @@ def render_table(steps: list[Step]) -> str:
 
 def positive_number(text: str) -> int:
     """Return a number of tokens; argparse names the option where it is none."""
-    if (number := int(text)) < 1:
-        raise ValueError
+    if not (text.isascii() and text.isdecimal()) or (number := int(text[:9])) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is no whole number from 1 on")
     return number
 
 

@@ -146,6 +146,19 @@ def test_what_bench_sets_itself_may_stand_on_its_command_line(tmp_path, monkeypa
     assert ended.value.code == 75 and [recipe.seed, recipe.data_seed] == seeds and recipe.hub is None
 
 
+@pytest.mark.parametrize("seed", [2**32 - 1, 2**32 - 2])
+def test_a_seed_that_would_be_too_large_is_refused_before_the_hours(tmp_path, monkeypatch, seed):
+    from tunebook.commands.bench import bench
+
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {name_or_path: org/base}\nlora: {r: 8}\ndata: {path: org/rows}\n")
+    started = []
+    monkeypatch.setattr("tunebook.launching.launch.launch", lambda *words: started.append(words))
+    with pytest.raises(Refused, match=r"training\.seed: got 429496729\d, expected a number from 0 to 4294967295"):
+        bench(str(recipe), (f"training.seed={seed}",), 1, 3)
+    assert not started
+
+
 def test_a_folder_that_takes_no_receipt_is_refused_before_the_hours(tmp_path, monkeypatch):
     from tunebook.commands.bench import bench
 

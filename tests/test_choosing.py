@@ -99,6 +99,7 @@ def test_another_limit_chooses_anew_and_a_finished_run_is_left(place):
     begin(place, "broken", 1, code=75, **SIGNAL)
     output = begin(place, "broken", 1, **{VARIABLE: "1"})
     assert "the fastest of" in output and "1.00 GiB are allowed" in output
+    assert f"auto: chosen anew: that of broken/plan.json was made for another value of {VARIABLE}" in output
     assert largest_difference(adapter_of(place / "broken"), adapter_of(finished_place() / "runs" / "recipe")) < 1e-6
     assert "finished already: 9 steps" in begin(place, "broken", 1, **{VARIABLE: "1"})
 

@@ -170,7 +170,9 @@ def test_the_time_on_a_gpu_that_is_asked_about_is_that_of_this_very_gpu(tmp_path
     assert (find_step_seconds(recipe, plan, asked) is not None) == serves
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"measured": [{}]}', '{"measured": 3}', "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "[" * 100_000, '{"measured": {}}', '{"measured": [{}]}', '{"measured": 3}', "\xff"]
+)
 def test_what_is_no_receipt_is_refused_by_its_place(tmp_path, content):
     path = tmp_path / "mine.receipt.json"
     path.write_text(content, encoding="latin-1")
@@ -189,6 +191,11 @@ def test_what_is_no_receipt_is_refused_by_its_place(tmp_path, content):
         {"tokens_per_second": {"median": 0}},
         {"loss_band": [{"steps": [1, 2], "loss": [1.0, float("nan")]}]},
         {"seeds": "all"},
+        {"num_processes": 2.7},
+        {"seconds_per_step": True},
+        {"seconds_per_step": "1.5"},
+        {"hardware": None},
+        {"identity": None},
         {"identity": [[1, 2]]},
         {"loss_band": [{}]},
         {"loss_band": [{"steps": [1], "loss": [1.0, 2.0]}]},

@@ -51,7 +51,11 @@ def test_the_all_reduce_of_two_moves_the_gradient_once_through_each_link():
     [
         (["recipes/qwen7b_qlora.yaml", "--gpu", "24"], "the rate of '24' is not known"),
         (["recipes/none.yaml"], "no such recipe"),
-        (["recipes/qwen7b_qlora.yaml", "--tokens-per-row", "0"], "--tokens-per-row"),
+        *(
+            (["recipes/qwen7b_qlora.yaml", "--tokens-per-row", number], "is no whole number from 1 on")
+            for number in ("0", "-1", "1.5", "many", "\u0663")
+        ),
+        (["recipes/qwen7b_qlora.yaml", "--tokens-per-row", "1" + 400 * "0"], "rows have at most 1,024 tokens"),
         (["DORA"], "how many parameters are trained is not known: "),
         (["UNKNOWN"], "the shape of org/unknown is not known here"),
     ],

@@ -84,6 +84,17 @@ def test_the_numbers_are_those_of_the_rows(planned, base):
     assert kinds == [("note", "turns"), ("warning", "1")]
 
 
+def test_what_a_run_would_refuse_of_schedule_and_memory_the_plan_refuses(planned, monkeypatch):
+    wrong = RECIPE.replace("num_train_epochs: 3", "num_train_epochs: 3, lr_scheduler_kwargs: {{nope: 1}}")
+    with pytest.raises(Refused, match=r"training\.lr_scheduler_kwargs: .*'nope'"):
+        planned([row(1), row(2)], text=wrong)
+    monkeypatch.setenv("TUNEBOOK_MEMORY_GIB", "0.0001")
+    words = ("--num-processes", "1", "--device", "cpu")
+    assert "does not fit" not in planned([row(1), row(2)], *words), "a size that is given is not chosen"
+    with pytest.raises(Refused, match=r"auto finds nothing that fits: .* allowed by TUNEBOOK_MEMORY_GIB"):
+        planned([row(1), row(2)], *words, text=RECIPE.replace("batch_size: 2", "batch_size: auto"))
+
+
 def test_padding_is_what_the_batches_of_all_ranks_have(planned):
     from tunebook.training.batches import FILLER_ROW, BatchLayout, GlobalBatchSampler
 

@@ -41,6 +41,7 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
     seeds = [recipe.seed + number for number in range(num_seeds)]
     kept = [override for override in overrides if not _is_set_here(override)]
     fixed = [*kept, f"training.data_seed={recipe.data_seed}", "hub=null"]
+    load_recipe(path, [*fixed, f"training.seed={seeds[-1]}"])  # one too large is refused before the hours, too
     with TemporaryDirectory(prefix="tunebook-bench-") as place:
         folders = [str(Path(place) / f"seed-{seed}") for seed in seeds]
         for seed, folder in zip(seeds, folders, strict=True):
@@ -52,27 +53,27 @@ def bench(path: str, overrides: Sequence[str], num_processes: int, num_seeds: in
             for weights in ("checkpoints", "adapter"):
                 shutil.rmtree(Path(folder) / weights, ignore_errors=True)
         entry = build_entry(read_past_runs(folders), seeds, trial=bool(overrides))
+    _keep(receipt, entry)
+    return EXIT_DONE
+
+
+def _keep(receipt: Path, entry: Entry) -> None:
+    """Write the receipt and print what is in it; print it all where it cannot be written, and raise Refused."""
     try:
         write_receipt(receipt, entry)
     except (OSError, Refused) as error:
         print(json.dumps(entry, indent=1))
         fix = 'What was measured is printed above: it is one of the list {"measured": [...]} of that file'
         raise Refused(Problem(f"cannot be written: {error}", fix, str(receipt))) from error
-    _show(receipt, entry)
-    return EXIT_DONE
-
-
-def _show(receipt: Path, entry: Entry) -> None:
-    console = build_console()
-    speed, part = entry["tokens_per_second"], entry["loss_band"][-1]
-    low, high = part["loss"]
+    console, speed = build_console(), entry["tokens_per_second"]
     console.print(f"receipt: {receipt}", soft_wrap=True, markup=False)
-    console.print(
-        f"{entry['seconds_per_step']:.3f} s per step, {speed['median']:,.0f} trained tokens per second, "
-        f"loss of steps {part['steps'][0]} to {part['steps'][1]} between {low:.4f} and {high:.4f}",
-        soft_wrap=True,
-        markup=False,
-    )
+    text = f"{entry['seconds_per_step']:.3f} s per step, {speed['median']:,.0f} trained tokens per second, "
+    if not entry["loss_band"]:
+        text += "and no loss was logged that a band could be made of"
+    for part in entry["loss_band"][-1:]:
+        (start, end), (low, high) = part["steps"], part["loss"]
+        text += f"loss of steps {start} to {end} between {low:.4f} and {high:.4f}"
+    console.print(text, soft_wrap=True, markup=False)
 
 
 def _is_set_here(override: str) -> bool:

@@ -21,6 +21,7 @@ from tunebook.plan.findings import (
     find_stop_notes,
     find_stop_problems,
 )
+from tunebook.plan.memory_limit import VARIABLE, read_said
 from tunebook.plan.memory_plan import Fullest, MemoryPlan, find_memory_warnings, plan_memory, with_micro_batch
 from tunebook.plan.model_findings import find_hub_problems, find_model_findings
 from tunebook.plan.plan import Plan, with_split
@@ -191,12 +192,26 @@ def _choose(
     return choose_by_memory(recipe, plan, shape, lengths, gpu.memory_gib)
 
 
+def _find_no_fit(
+    recipe: Recipe, plan: Plan, shape: ModelShape | None, lengths: Sequence[int], gpu: Gpu | None
+) -> list[Problem]:
+    """Return what a run refuses where TUNEBOOK_MEMORY_GIB allows less than the smallest setting of `auto` needs."""
+    limit = read_said() if gpu is None else None
+    if limit is None or shape is None or not (recipe.chooses_micro_batch or recipe.chooses_checkpointing):
+        return []
+    from tunebook.plan.candidates import explain_no_fit, find_candidates, keep_fitting
+
+    found = find_candidates(recipe, plan, shape, lengths)
+    return [] if keep_fitting(found, limit) else [explain_no_fit(found, limit, f"allowed by {VARIABLE}")]
+
+
 def _read_data(  # noqa: PLR0913, PLR0917 - two of them are filled
     recipe: Recipe, plan: Plan, shape: ModelShape | None, findings: list[Finding], unknown: list[str], gpu: Gpu | None
 ) -> tuple[Plan, DataPart | None]:
     """Prepare the data, or find it prepared; return the plan for its rows, and add to `findings` and `unknown`."""
     from tunebook.data.tokenizer import tokenizer_of
     from tunebook.plan.padding import measure_padding
+    from tunebook.plan.schedule import find_schedule_problems
 
     try:
         tokenizer = tokenizer_of(recipe)
@@ -211,6 +226,7 @@ def _read_data(  # noqa: PLR0913, PLR0917 - two of them are filled
     plan = with_split(plan, prepared.num_train_rows, prepared.num_eval_rows, origins)
     plan = replace(plan, notes=(*plan.notes, *prepared.notes))
     lengths = prepared.train.data.column("length").to_pylist()
+    findings += as_errors([*find_schedule_problems(recipe, plan), *_find_no_fit(recipe, plan, shape, lengths, gpu)])
     plan = _choose(recipe, plan, shape, lengths, gpu)
     padding = measure_padding(recipe, plan, lengths)
     report = report_data(prepared)

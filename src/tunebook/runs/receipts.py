@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from tunebook.errors import Problem, Refused
 from tunebook.plan.durations import find_gpu
@@ -25,6 +27,7 @@ from tunebook.system.writing import write_whole
 
 Entry = dict[str, Any]
 Curve = Sequence[tuple[int, float]]  # (step, loss) for each log, in order
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 NUM_PARTS = 10
 # How far beyond the seeds a loss may lie: so many times as far as they are apart, and at least so much of it. Where
 # losses are normal, about one run in twenty, or fewer, leaves a band of three seeds by chance (tests/test_receipts.py).
@@ -61,45 +64,47 @@ def receipt_path(recipe_path: str) -> Path:
     return Path(recipe_path).with_suffix(".receipt.json")
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Part(_Strict):
+    steps: tuple[int, int]
+    loss: tuple[FiniteFloat, FiniteFloat]
+
+
+class _Speeds(_Strict):
+    median: Positive
+
+
+class _Entry(_Strict):
+    """All that is read of an entry."""
+
+    date: str
+    hardware: str
+    device: str
+    num_processes: int
+    seeds: list[int]
+    seconds_per_step: Positive
+    tokens_per_second: _Speeds
+    loss_band: list[_Part]
+    identity: dict[str, Any]
+
+
+class _Receipt(_Strict):
+    measured: list[_Entry]
+
+
 def read_receipt(path: Path) -> list[Entry]:
     """Return the entries of a receipt, none where there is none. Raises Refused where the file holds something else."""
     try:
-        return [_read_entry(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["measured"]]
+        read = _Receipt.model_validate_json(path.read_text(encoding="utf-8"))
+        return [entry.model_dump(mode="json") for entry in read.measured]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         fix = "Delete it; `tunebook bench` writes it anew"
         raise Refused(Problem("is no receipt that can be read", fix, str(path))) from error
-
-
-def _read_entry(entry: Mapping[str, Any]) -> Entry:
-    """Return an entry that has all that is read of one, of the right kind; raise what indexing and numbers raise."""
-    band = []
-    for part in entry["loss_band"]:
-        (start, end), (low, high) = part["steps"], part["loss"]
-        band.append({"steps": [int(start), int(end)], "loss": [_finite(low), _finite(high)]})
-    return {
-        **entry,
-        **{name: str(entry[name]) for name in ("date", "hardware", "device")},
-        "num_processes": int(entry["num_processes"]),
-        "seconds_per_step": _positive(entry["seconds_per_step"]),
-        "tokens_per_second": {**entry["tokens_per_second"], "median": _positive(entry["tokens_per_second"]["median"])},
-        "loss_band": band,
-        "seeds": [int(seed) for seed in entry["seeds"]],
-        "identity": {**entry["identity"]},
-    }
-
-
-def _finite(value: Any) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{number} is no measurement")
-    return number
-
-
-def _positive(value: Any) -> float:
-    if (number := _finite(value)) <= 0:
-        raise ValueError(f"{number} is no time and no speed")
-    return number
 
 
 def write_receipt(path: Path, entry: Entry) -> None:

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from tunebook.errors import Problem, Refused
@@ -42,21 +41,12 @@ def build_training_arguments(recipe: Recipe, plan: Plan, world: World) -> Traini
         raise Refused(Problem(" ".join(str(error).split()), where=recipe.path, key="training")) from error
 
 
-def check_schedule(arguments: TrainingArguments, plan: Plan) -> None:
-    """Build the schedule on a single number and look the optimizer up, to hear objections before any weights load."""
+def check_optimizer(arguments: TrainingArguments) -> None:
+    """Look the optimizer up, to hear objections before any weights load. Raises Refused with them."""
     key = "training.optim_args" if arguments.optim_args else "training.optim"
-    steps = plan.num_optimizer_steps or 1
     try:
         if not str(arguments.optim.value).startswith(NEED_THE_MODEL):
             Trainer.get_optimizer_cls_and_kwargs(arguments)
-        key = "training.lr_scheduler_kwargs" if arguments.lr_scheduler_kwargs else "training.lr_scheduler_type"
-        get_scheduler(
-            arguments.lr_scheduler_type,
-            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate),
-            num_warmup_steps=arguments.get_warmup_steps(steps),
-            num_training_steps=steps,
-            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
-        )
     except (ValueError, TypeError, ImportError, NotImplementedError, RuntimeError) as error:
         raise Refused(Problem(" ".join(str(error).split()), "transformers documents what it takes", key=key)) from error
 

@@ -65,7 +65,9 @@ def open_options(recipe: Recipe, plan: Plan, world: World, data: PreparedData, g
     if not (recipe.chooses_micro_batch or recipe.chooses_checkpointing):
         return Options(plan)
     made_for = _made_for(recipe, plan)
-    earlier = from_rank_0(_read_earlier(plan, made_for) if world.is_main and goes_on else None)
+    earlier, why_not = from_rank_0(_read_earlier(plan, made_for) if world.is_main and goes_on else (None, ""))
+    if why_not and world.is_main:
+        build_console().print(f"auto: chosen anew: {why_not}", soft_wrap=True, markup=False)
     if earlier is not None:
         return Options(_take_up(earlier, recipe, plan, world))
     with refuse_together():
@@ -214,16 +216,23 @@ def _made_for(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _read_earlier(plan: Plan, made_for: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the choice that the run in the folder began with, if it was made for what is here now."""
+def _read_earlier(plan: Plan, made_for: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Return the choice that the run in the folder began with, or None and why it does not hold here and now."""
+    place = Path(plan.run_dir) / "plan.json"
     try:
-        choice = json.loads((Path(plan.run_dir) / "plan.json").read_text(encoding="utf-8"))["choice"]
+        choice = json.loads(place.read_text(encoding="utf-8"))["choice"]
         rows, checkpointing = choice["per_device_train_batch_size"], choice["activation_checkpointing"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        before = dict(choice["made_for"])
+    except FileNotFoundError:  # broken off before it was written
+        return None, ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None, f"{place} has none that can be read"
     is_whole = type(rows) is int and rows > 0 and type(checkpointing) is bool
-    divides = is_whole and plan.global_batch_size % (plan.world_size * rows) == 0
-    return dict(choice) if divides and choice.get("made_for") == made_for else None
+    if not is_whole or plan.global_batch_size % (plan.world_size * rows):
+        return None, f"that of {place} does not divide the global batch"
+    if changed := [name for name in made_for if before.get(name) != made_for[name]]:
+        return None, f"that of {place} was made for another value of {' and '.join(changed)}"
+    return dict(choice), ""
 
 
 def _take_up(choice: dict[str, Any], recipe: Recipe, plan: Plan, world: World) -> Plan:

@@ -17,12 +17,13 @@ from tunebook.launching.world import World
 from tunebook.model.model import build_model, check_positions, find_model_notes
 from tunebook.plan.findings import find_stop_problems
 from tunebook.plan.plan import Plan
+from tunebook.plan.schedule import find_schedule_problems
 from tunebook.plan.table import build_console, print_notes
 from tunebook.recipe.schema import Recipe
 from tunebook.runs.past import by_key
 from tunebook.system.collection import collect_as_usual
 from tunebook.training.agreement import check_same_start
-from tunebook.training.arguments import build_training_arguments, check_schedule
+from tunebook.training.arguments import build_training_arguments, check_optimizer
 from tunebook.training.batches import BatchLayout, GlobalBatchSampler, Rows, build_train_batches, join_rows, pad_right
 from tunebook.training.choosing import choose, open_options
 from tunebook.training.head_loss import HeadLoss
@@ -73,7 +74,9 @@ def build_run(  # noqa: PLR0913, PLR0917 - what a run is made of
         if problems := find_stop_problems(recipe, tokenizer, data):
             raise Refused(problems)
         arguments, batches = _build_batches(recipe, plan, world, data)
-        check_schedule(arguments, plan)
+        check_optimizer(arguments)
+        if problems := find_schedule_problems(recipe, plan):
+            raise Refused(problems)
         model = build_model(recipe, plan, world, tokenizer)
         is_open = bool(options.candidates) and recipe.chooses_micro_batch
         check_positions(recipe, model, data.longest_row, 1 if is_open else plan.per_device_train_batch_size)
