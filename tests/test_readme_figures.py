@@ -7,6 +7,8 @@ import json
 import re
 import sys
 
+import pytest
+
 from checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -34,6 +36,12 @@ def newest_contests():
 
 def result_of(name):
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("place", sorted(RESULTS.glob("*.json")), ids=lambda place: place.name)
+def test_results_say_when_they_were_measured_and_of_which_commit_and_by_which_command(place):
+    found = result_of(place.name)
+    assert all(found.get(name) for name in ("date", "command", "commit", "machine", "versions")), place.name
 
 
 def table_rows():

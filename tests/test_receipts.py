@@ -196,6 +196,7 @@ def test_what_is_no_receipt_is_refused_by_its_place(tmp_path, content):
         {"seconds_per_step": "1.5"},
         {"hardware": None},
         {"identity": None},
+        {"settings": [1]},
         {"identity": [[1, 2]]},
         {"loss_band": [{}]},
         {"loss_band": [{"steps": [1], "loss": [1.0, 2.0]}]},

@@ -42,7 +42,7 @@ SEED = "training.seed"
 # last three. A key that is not here counts.
 UNTIMED = frozenset({
     *(f"training.{name}" for name in (
-        "learning_rate", "num_train_epochs", "max_steps", "seed", "data_seed", "warmup_steps", "warmup_ratio",
+        "learning_rate", "num_train_epochs", "max_steps", "seed", "data_seed", "warmup_steps",
         "lr_scheduler_type", "lr_scheduler_kwargs", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
     )),
@@ -89,6 +89,7 @@ class _Entry(_Strict):
     tokens_per_second: _Speeds
     loss_band: list[_Part]
     identity: dict[str, Any]
+    settings: dict[str, Any] | None = None
 
 
 class _Receipt(_Strict):
