@@ -66,7 +66,11 @@ def test_a_signal_while_loading_ends_at_once_and_makes_nothing(place):
 
 @pytest.mark.parametrize(
     ("fault", "step", "saved"),
-    [("signal_in_evaluation", 0, 0), ("signal_in_evaluation", 3, 3), ("signal_in_last_answers", 9, 9)],
+    [
+        ("signal_in_evaluation", 3, 3),
+        pytest.param("signal_in_evaluation", 0, 0, marks=pytest.mark.long),
+        pytest.param("signal_in_last_answers", 9, 9, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_while_measuring_is_heard_and_the_measurement_made_later(place, fault, step, saved):
     for size in (1, 2):
@@ -167,8 +171,22 @@ def test_a_file_that_the_system_cuts_short_fails_on_every_rank(place):
     same_result(place.folder / "short", place.unbroken(2))
 
 
-@pytest.mark.parametrize("mode", ["kill", "half"])
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "rng_state_1.pth"])
+@pytest.mark.parametrize(
+    ("file", "mode"),
+    [
+        ("adapter_model.safetensors", "half"),
+        ("rng_state_1.pth", "kill"),
+        *(
+            pytest.param(file, mode, marks=pytest.mark.long)
+            for file, mode in (
+                ("adapter_model.safetensors", "kill"),
+                ("optimizer.pt", "kill"),
+                ("optimizer.pt", "half"),
+                ("rng_state_1.pth", "half"),
+            )
+        ),
+    ],
+)
 def test_being_killed_while_saving_leaves_the_checkpoint_before(place, file, mode):
     name = f"killed-{file[:3]}-{mode}"
     fault = {"FAULT": "break_saving", "FAULT_FILE": file, "FAULT_NTH": "2", "FAULT_MODE": mode}

@@ -119,7 +119,7 @@ def test_a_rank_that_runs_out_of_memory_alone_says_so_itself_and_is_the_root_cau
     [
         ("tunebook", signal.SIGTERM, 75),
         pytest.param("accelerate", signal.SIGTERM, None, marks=pytest.mark.long),
-        ("torchrun", signal.SIGUSR1, None),
+        pytest.param("torchrun", signal.SIGUSR1, None, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_to_the_launcher_saves_and_leaves_no_orphan(place, launcher, sent, code):

@@ -75,7 +75,7 @@ def same_result(run_dir, unbroken):
     assert (one["status"], one["exit_code"]) == ("completed", 0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_going_on_inside_each_epoch_gives_the_unbroken_run(place, size):
     name = f"stopped-{size}"
     run_dir = place.folder / name
