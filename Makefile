@@ -38,11 +38,11 @@ torture: install
 bench: install
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
-# How fast rows become labelled tokens, against the bare tokenizer and TRL. About 10 minutes; quiet machines only.
+# How fast rows become labelled tokens, against the bare tokenizer and TRL. About 20 minutes; quiet machines only.
 bench-data: install
 	$(BIN)/python benchmarks/data_speed.py $(ARGS)
 
-# What packing is worth with sdpa. About 10 minutes; quiet machines only.
+# What packing is worth with sdpa. About 15 minutes; quiet machines only.
 bench-packing: install
 	$(BIN)/python benchmarks/packing_speed.py $(ARGS)
 

@@ -17,7 +17,7 @@ from tunebook.launching.world import world_of
 from tunebook.model.shapes import find_shape
 from tunebook.plan.durations import read_gpu, step_seconds_of
 from tunebook.plan.memory import GIB
-from tunebook.plan.memory_plan import plan_memory, with_micro_batch
+from tunebook.plan.memory_plan import plan_memory
 from tunebook.plan.plan import build_plan
 from tunebook.plan.storage import FLOAT32
 from tunebook.recipe.reading import load_recipe
@@ -46,14 +46,21 @@ class Step:
         return self.compute / (self.compute + self.reduce_seconds(bandwidth, latency))
 
 
+def batch_of(processes: int, rows: int) -> tuple[str, ...]:
+    """Return the overrides that give each process `rows` rows, whatever the recipe says."""
+    return (
+        f"training.global_batch_size={processes * rows}",
+        f"training.per_device_train_batch_size={math.gcd(rows, 8)}",
+        "training.gradient_accumulation_steps=null",
+    )
+
+
 def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> Step:
     """Return the step in which each process has `rows` rows of `tokens` tokens.
 
     Raises Refused, naming what is not known: the shape of the model, what is trained of it, or the rate of the GPU.
     """
-    size, known = math.gcd(rows, 8), read_gpu(gpu)
-    batch = (f"training.global_batch_size={processes * rows}", f"training.per_device_train_batch_size={size}")
-    recipe = load_recipe(path, (*batch, "training.gradient_accumulation_steps=null"))
+    recipe, known = load_recipe(path, batch_of(processes, rows)), read_gpu(gpu)
     if tokens > recipe.data.max_length:
         longest = f"rows have at most {recipe.data.max_length:,} tokens, and --tokens-per-row is more"
         raise Refused(Problem(longest, "Give fewer", path, "data.max_length"))
@@ -64,14 +71,8 @@ def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> St
         raise Refused(Problem(f"the shape of {recipe.model.name_or_path} is not known here", fix, path))
     if plan.trainable_parameters is None:
         why = plan.origins["trainable_parameters"]
-        raise Refused(
-            Problem(
-                f"how many parameters are trained is not known: {why}",
-                "Take out what is not counted beforehand, such as use_dora",
-                path,
-                "lora",
-            )
-        )
+        fix = "Take out what is not counted beforehand, such as use_dora"
+        raise Refused(Problem(f"how many parameters are trained is not known: {why}", fix, path, "lora"))
     seconds = step_seconds_of(shape, plan, processes * rows * tokens, tokens, known)
     if seconds is None:
         raise Refused(Problem(f"the rate of {gpu!r} is not known", "Give a name, such as h100", "--gpu"))
@@ -80,11 +81,10 @@ def plan_step(path: str, processes: int, rows: int, tokens: int, gpu: str) -> St
 
 def find_unfit(path: str, tokens: int, gpu: str) -> str | None:
     """Return what one row takes of a process of several where the GPU does not hold that, or None."""
-    recipe, known = load_recipe(path), read_gpu(gpu)
+    recipe, known = load_recipe(path, batch_of(8, 1)), read_gpu(gpu)
     plan, shape = build_plan(recipe, world_of(8, "cuda")), find_shape(recipe.model.name_or_path, recipe.model.revision)
     assert shape is not None, "the steps have been planned"
-    one_row = with_micro_batch(recipe, plan, 1)
-    memory = plan_memory(recipe, one_row, shape, lambda _: (1, tokens), known.memory_gib, tokens)
+    memory = plan_memory(recipe, plan, shape, lambda _: (1, tokens), known.memory_gib, tokens)
     takes = f"one row of {tokens} tokens takes {memory.needed / GIB:.1f} GiB of each process"
     return None if memory.fits else f"note: {gpu} has {known.memory_gib:g} GiB, and {takes}"
 
@@ -92,10 +92,10 @@ def find_unfit(path: str, tokens: int, gpu: str) -> str | None:
 def rows_of(path: str) -> int:
     """Return the rows of one optimizer step of a recipe; where it tells them by process, those of one process."""
     recipe = load_recipe(path)
-    of_one = [
-        recipe.arguments.get(name) or 1 for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    ]
-    return recipe.batch.global_batch_size or math.prod(of_one)
+    if recipe.batch.global_batch_size is not None:
+        return recipe.batch.global_batch_size
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    return math.prod(recipe.arguments.get(name) or 1 for name in names)
 
 
 def render_table(steps: list[Step]) -> str:

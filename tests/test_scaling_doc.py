@@ -75,9 +75,18 @@ def test_what_does_not_fit_on_the_gpu_is_noted():
     assert shown.returncode == 0 and shown.stderr.startswith("note: h100 has 80 GiB, and one row of 128 tokens takes ")
 
 
-def test_rows_that_are_told_by_process_are_those_of_one(tmp_path):
-    (tmp_path / "pair.yaml").write_text(
-        "model: {name_or_path: Qwen/Qwen2.5-7B}\nlora: {r: 16}\ndata: {path: org/rows}\n"
-        "training: {per_device_train_batch_size: 4, gradient_accumulation_steps: 6}\n"
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ("per_device_train_batch_size: 4, gradient_accumulation_steps: 6", 24),  # of one process
+        ("global_batch_size: 12, per_device_train_batch_size: 3", 12),  # which eight processes cannot have
+        ("global_batch_size: 24, per_device_train_batch_size: auto, activation_checkpointing: auto", 24),
+        ("global_batch_size: 7, per_device_train_batch_size: 7", 7),
+    ],
+)
+def test_the_global_batch_is_that_of_the_recipe_however_it_is_told(tmp_path, batch, rows):
+    (tmp_path / "mine.yaml").write_text(
+        f"model: {{name_or_path: Qwen/Qwen2.5-7B}}\nlora: {{r: 16}}\ndata: {{path: org/rows}}\ntraining: {{{batch}}}\n"
     )
-    assert "stays at 24 rows" in typed(tmp_path / "pair.yaml").stdout
+    shown = typed(tmp_path / "mine.yaml")
+    assert (shown.returncode, shown.stderr) == (0, "") and f"stays at {rows} rows" in shown.stdout
